@@ -1,0 +1,1 @@
+//! Retry middleware for RabbitMQ.

@@ -1,0 +1,1 @@
+//! Behaviour on a real broker, one module a promise.
