@@ -1,0 +1,44 @@
+//! Before the handler: what must not run is dropped or buried here.
+
+use std::sync::Arc;
+
+use crate::{
+    BuriedReason, Event, Job, UnsettledJob,
+    link::Incoming,
+    message::Story,
+    settle::{Engine, Move},
+};
+
+impl Engine {
+    /// The job, if it is to be run.
+    pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
+        let Incoming { message, tag } = incoming;
+        let story = Story::read(&message, self.queue());
+        let job = Job::new(message, story);
+        // lapin hands out what it had buffered when the channel died. Such a job is delivered
+        // again, so running it now would run it twice.
+        if !tag.usable() {
+            self.emit(&Event::Stale { job });
+            return None;
+        }
+        if let Some(reason) = self.refuse(&job) {
+            let story = job.story().clone();
+            let burial = Move::bury(story, reason, String::new());
+            let engine = Arc::clone(self);
+            self.spawn(async move { engine.hand_off(None, &job, &*tag, burial).await });
+            return None;
+        }
+        Some(UnsettledJob::new(Arc::clone(self), job, tag))
+    }
+
+    /// Why a job is buried without a run. Only what decides on arrival is judged here: a job that
+    /// would have succeeded is not buried for another header.
+    fn refuse(&self, job: &Job) -> Option<BuriedReason> {
+        let story = job.story();
+        if story.has_odd_deadline() {
+            return Some(BuriedReason::InvalidHeaders);
+        }
+        let late = story.deadline.is_some_and(|deadline| deadline < self.now());
+        late.then_some(BuriedReason::Expired)
+    }
+}

@@ -1,0 +1,263 @@
+//! Way in 2: give us the handler. The builder, and the handle of what it started.
+
+mod run;
+
+use std::{fmt, future::Future, sync::Arc, time::Duration};
+
+use futures_util::{FutureExt, future::BoxFuture};
+use lapin::types::{AMQPValue, FieldTable};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+
+use self::run::{Run, Stop};
+use crate::{Broker, Error, Event, Job, RetryPolicy, Settings, link::Subscribe, settle::Engine};
+
+/// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
+///
+/// A closure shares what it needs like this:
+/// `move |job| { let db = db.clone(); async move { .. } }`.
+pub trait Handler: Send + Sync + 'static {
+    /// Runs the job. `Ok` is done; an error retries or buries it, as its
+    /// [`Outcome`](crate::Outcome) says. A panic and a timeout are failures of this job.
+    fn call(&self, job: Job) -> impl Future<Output = anyhow::Result<()>> + Send;
+}
+
+impl<F, Fut> Handler for F
+where
+    F: Fn(Job) -> Fut + Send + Sync + 'static,
+    Fut: Future<Output = anyhow::Result<()>> + Send + 'static,
+{
+    fn call(&self, job: Job) -> impl Future<Output = anyhow::Result<()>> + Send {
+        self(job)
+    }
+}
+
+type BoxHandler = Arc<dyn Fn(Job) -> BoxFuture<'static, anyhow::Result<()>> + Send + Sync>;
+
+/// A consumer that runs a handler for every job, retries those that fail, and goes on until it is
+/// told to stop.
+///
+/// ```no_run
+/// use lapin_retry::{Job, RetryConsumer, RetryPolicy};
+///
+/// # #[derive(serde::Deserialize)] struct Order;
+/// # async fn ship(_: Order) -> anyhow::Result<()> { Ok(()) }
+/// # async fn example() -> anyhow::Result<()> {
+/// let handle = RetryConsumer::builder("amqp://localhost", "orders")
+///     .policy(RetryPolicy::new([15, 30, 60]))
+///     .handler(|job: Job| async move { ship(job.decode()?).await })
+///     .start()
+///     .await?;
+/// handle.stopped().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct RetryConsumer {
+    builder: Builder,
+    handler: BoxHandler,
+}
+
+/// Configures a [`RetryConsumer`].
+///
+/// | setting | default |
+/// |---|---|
+/// | [`settings`](Self::settings), [`policy`](Self::policy) | see [`Settings`] |
+/// | [`prefetch`](Self::prefetch) | 100 |
+/// | [`concurrency`](Self::concurrency) | as the prefetch |
+/// | [`handler_timeout`](Self::handler_timeout) | 25 min, under the broker's consumer timeout of 30 min |
+/// | [`consumer_tag`](Self::consumer_tag) | the worker's name |
+/// | [`priority`](Self::priority), [`argument`](Self::argument) | none |
+#[derive(Debug)]
+pub struct Builder {
+    broker: Broker,
+    queue: String,
+    settings: Settings,
+    prefetch: u16,
+    concurrency: Option<usize>,
+    handler_timeout: Duration,
+    consumer_tag: Option<String>,
+    arguments: FieldTable,
+}
+
+impl RetryConsumer {
+    /// A consumer of `queue`. Any number of consumers may share one [`Broker`].
+    pub fn builder(broker: impl Into<Broker>, queue: impl Into<String>) -> Builder {
+        Builder {
+            broker: broker.into(),
+            queue: queue.into(),
+            settings: Settings::default(),
+            prefetch: 100,
+            concurrency: None,
+            handler_timeout: Duration::from_secs(25 * 60),
+            consumer_tag: None,
+            arguments: FieldTable::default(),
+        }
+    }
+
+    /// Checks the settings, makes or verifies the queues, and starts to consume.
+    ///
+    /// From then on a lost connection is opened again, with waits of 100 ms to 30 s.
+    ///
+    /// # Errors
+    /// As [`Retry::attach`](crate::Retry::attach), and a prefetch, concurrency or handler timeout
+    /// of 0. Nothing has been consumed then.
+    pub async fn start(self) -> Result<Handle, Error> {
+        let Self { builder, handler } = self;
+        builder.validate()?;
+        let Builder { broker, queue, settings, prefetch, concurrency, .. } = builder;
+        let engine = Engine::start(broker, &queue, settings).await?;
+        let how = Subscribe {
+            prefetch,
+            tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
+            arguments: builder.arguments,
+            queue,
+        };
+        // The first time, a refusal is the caller's to see.
+        let subscription = engine.link().consume(&how).await?;
+        let (stop, stopping) = watch::channel(None);
+        let ended = CancellationToken::new();
+        let run = Run {
+            engine,
+            how,
+            handler,
+            concurrency: concurrency.unwrap_or(prefetch.into()),
+            handler_timeout: builder.handler_timeout,
+            stopping,
+        };
+        let end = ended.clone().drop_guard();
+        tokio::spawn(async move {
+            run.until_stopped(subscription).await;
+            drop(end);
+        });
+        Ok(Handle { stop: Arc::new(stop), ended })
+    }
+}
+
+impl Builder {
+    /// All that is common to both ways in.
+    #[must_use]
+    pub fn settings(mut self, settings: impl Into<Settings>) -> Self {
+        self.settings = settings.into();
+        self
+    }
+
+    /// The levels and their jitter; the other settings stay.
+    #[must_use]
+    pub fn policy(mut self, policy: RetryPolicy) -> Self {
+        self.settings.policy = policy;
+        self
+    }
+
+    /// See [`Settings::on_event`].
+    #[must_use]
+    pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
+        self.settings = self.settings.on_event(hook);
+        self
+    }
+
+    /// How many unacked jobs the broker sends ahead. Default: 100. 0 would mean without limit, and
+    /// is refused.
+    #[must_use]
+    pub fn prefetch(mut self, jobs: u16) -> Self {
+        self.prefetch = jobs;
+        self
+    }
+
+    /// How many handlers run at a time. Default: as many as are prefetched.
+    #[must_use]
+    pub fn concurrency(mut self, handlers: usize) -> Self {
+        self.concurrency = Some(handlers);
+        self
+    }
+
+    /// How long a handler may run before it is cancelled, which is a failure of its job. Default:
+    /// 25 minutes. It must stay under the broker's consumer timeout, 30 minutes by default.
+    ///
+    /// A handler is cancelled where it awaits; one that blocks its thread cannot be.
+    #[must_use]
+    pub fn handler_timeout(mut self, timeout: Duration) -> Self {
+        self.handler_timeout = timeout;
+        self
+    }
+
+    /// The consumer's tag, as the management UI shows it. Default: the worker's name.
+    #[must_use]
+    pub fn consumer_tag(mut self, tag: impl Into<String>) -> Self {
+        self.consumer_tag = Some(tag.into());
+        self
+    }
+
+    /// The consumer's priority: the broker serves those with a higher one first. Default: 0.
+    #[must_use]
+    pub fn priority(self, priority: i32) -> Self {
+        self.argument("x-priority", AMQPValue::LongInt(priority))
+    }
+
+    /// An argument of `basic.consume`.
+    #[must_use]
+    pub fn argument(mut self, name: &str, value: AMQPValue) -> Self {
+        self.arguments.insert(name.into(), value);
+        self
+    }
+
+    /// The handler.
+    pub fn handler(self, handler: impl Handler) -> RetryConsumer {
+        let handler = Arc::new(handler);
+        let handler: BoxHandler = Arc::new(move |job| {
+            let handler = Arc::clone(&handler);
+            async move { handler.call(job).await }.boxed()
+        });
+        RetryConsumer { builder: self, handler }
+    }
+
+    fn validate(&self) -> Result<(), Error> {
+        if self.prefetch == 0 {
+            return Err(Error::configuration(
+                "prefetch: 0 means without limit, and a backlog would fill the memory; use 1 or \
+                 more (the default is 100)",
+            ));
+        }
+        if self.concurrency == Some(0) {
+            return Err(Error::configuration("concurrency: 0; no handler would ever run"));
+        }
+        if self.handler_timeout.is_zero() {
+            return Err(Error::configuration("handler_timeout: zero; every job would time out"));
+        }
+        if self.consumer_tag.as_ref().is_some_and(|tag| tag.len() > 255) {
+            return Err(Error::configuration("consumer_tag: longer than 255 bytes"));
+        }
+        Ok(())
+    }
+}
+
+/// A running consumer. Cheap to clone; to drop it stops nothing.
+#[derive(Clone, Debug)]
+pub struct Handle {
+    stop: Arc<watch::Sender<Option<Stop>>>,
+    ended: CancellationToken,
+}
+
+impl Handle {
+    /// Stops: takes no more jobs, gives back those that have not been started, lets running
+    /// handlers finish for at most `grace`, and hands off their outcomes. Handlers that still run
+    /// then are cancelled, and their jobs given back. Returns when it is over.
+    pub async fn shutdown(&self, grace: Duration) {
+        self.stop.send_if_modified(|stop| {
+            let first = stop.is_none();
+            stop.get_or_insert(Stop::within(grace));
+            first
+        });
+        self.stopped().await;
+    }
+
+    /// Waits until the consumer has stopped.
+    pub async fn stopped(&self) {
+        self.ended.cancelled().await;
+    }
+}
+
+impl fmt::Debug for RetryConsumer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RetryConsumer").field("builder", &self.builder).finish_non_exhaustive()
+    }
+}

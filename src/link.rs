@@ -1,0 +1,96 @@
+//! The seam: all that the engine knows of the broker. Nothing above it is generic over it.
+
+mod broker;
+mod connection;
+mod lapin;
+
+use std::fmt::Debug;
+
+use futures_util::{future::BoxFuture, stream::BoxStream};
+
+pub use self::broker::Broker;
+pub(crate) use self::lapin::{LapinLink, incoming};
+use crate::{
+    Error,
+    message::{Message, Outgoing},
+    topology::QueueSpec,
+};
+
+/// What the broker answered to a publish.
+#[derive(Debug)]
+pub(crate) enum Confirmed {
+    /// It has the copy.
+    Yes,
+    /// It does not: the queue is missing.
+    Returned(String),
+    /// It does not: the queue refused the copy.
+    Nacked,
+    /// It does not: the copy could not be sent at all.
+    NotSent(Error),
+    /// It may or may not: the answer did not come in time, or the channel died before. The number
+    /// is the publishing connection's.
+    Undecided(u64, String),
+}
+
+/// What a copy must respect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// The broker accepts only this `user_id`.
+    pub(crate) user: String,
+    /// Bytes; the broker closes the connection at a larger frame.
+    pub(crate) frame_max: u32,
+}
+
+/// How a consumer is started.
+#[derive(Clone, Debug)]
+pub(crate) struct Subscribe {
+    pub(crate) queue: String,
+    pub(crate) prefetch: u16,
+    pub(crate) tag: String,
+    pub(crate) arguments: ::lapin::types::FieldTable,
+}
+
+/// A delivery, and the means to answer for it.
+#[derive(Debug)]
+pub(crate) struct Incoming {
+    pub(crate) message: Message,
+    pub(crate) tag: Box<dyn Tag>,
+}
+
+/// The one place that answers the broker for a delivery.
+pub(crate) trait Tag: Debug + Send + Sync {
+    /// False once the delivery's channel is dead: the broker delivers the job again.
+    fn usable(&self) -> bool;
+    /// True if the broker was told; false if it will deliver the job again. Never a reason to
+    /// publish again.
+    fn ack(&self) -> BoxFuture<'_, bool>;
+    /// `basic.nack(requeue)`, which alone does not count towards the delivery limit of 4.3.
+    fn give_back(&self) -> BoxFuture<'_, bool>;
+}
+
+/// A running consumer.
+pub(crate) struct Subscription {
+    /// Ends with `None` when the consumer was cancelled, by us or by the broker. An `Err` is the
+    /// last item.
+    pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
+    pub(crate) control: Box<dyn Control>,
+}
+
+pub(crate) trait Control: Send + Sync {
+    /// Stops deliveries; those already here still come out of the stream and can be answered.
+    fn cancel(&self) -> BoxFuture<'_, ()>;
+    /// Closes the channel. The broker delivers again what is unanswered.
+    fn close(&self) -> BoxFuture<'_, ()>;
+}
+
+pub(crate) trait Link: Debug + Send + Sync {
+    /// Publishes with `mandatory`, and waits for the broker's confirm for a bounded time.
+    fn publish<'a>(&'a self, copy: &'a Outgoing) -> BoxFuture<'a, Confirmed>;
+    /// Publishes no more through this connection, which left a publish undecided.
+    fn retire(&self, connection: u64);
+    fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;
+    /// Verifies that a queue is there.
+    fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>>;
+    fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>>;
+    fn limits(&self) -> Limits;
+}

@@ -1,0 +1,204 @@
+//! Connections that are opened when needed and opened again when they die.
+
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use lapin::{
+    Channel, Connection, ErrorKind as LapinErrorKind,
+    options::ConfirmSelectOptions,
+    protocol::{AMQPErrorKind, AMQPSoftError},
+};
+
+use super::Broker;
+use crate::{Error, ErrorKind};
+
+/// How long connecting may take. A broker that is stopped still accepts connections.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// A connection that several users share.
+#[derive(Debug, Default)]
+pub(super) struct Shared {
+    current: Mutex<Option<Arc<Session>>>,
+    opening: tokio::sync::Mutex<Opening>,
+    /// How many times connecting was tried, to tell a waiter whether its turn was somebody else's.
+    tries: AtomicU64,
+}
+
+#[derive(Debug, Default)]
+struct Opening {
+    opened: u64,
+    last_error: Option<Error>,
+}
+
+/// One connection's life. It is closed when the last user lets go of it.
+#[derive(Debug)]
+pub(super) struct Session {
+    /// Counts the connections of one purpose.
+    pub(super) number: u64,
+    pub(super) connection: Connection,
+    retired: AtomicBool,
+    /// Channels in confirm mode with nothing in flight.
+    idle: Mutex<Vec<Channel>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Purpose {
+    Consuming,
+    Publishing,
+}
+
+impl Shared {
+    /// The connection, opened if there is none that works.
+    pub(super) async fn session(
+        &self,
+        broker: &Broker,
+        purpose: Purpose,
+    ) -> Result<Arc<Session>, Error> {
+        if let Some(session) = self.working() {
+            return Ok(session);
+        }
+        let tries = self.tries.load(Ordering::Relaxed);
+        let mut opening = self.opening.lock().await;
+        if let Some(session) = self.working() {
+            return Ok(session);
+        }
+        // Those who waited while connecting failed share the failure; else each of them would
+        // wait for the broker anew, one after the other.
+        if self.tries.load(Ordering::Relaxed) != tries {
+            if let Some(error) = &opening.last_error {
+                return Err(error.clone());
+            }
+        }
+        self.tries.fetch_add(1, Ordering::Relaxed);
+        match open(broker, purpose).await {
+            Ok(connection) => {
+                opening.opened += 1;
+                opening.last_error = None;
+                let session = Arc::new(Session {
+                    number: opening.opened,
+                    connection,
+                    retired: AtomicBool::new(false),
+                    idle: Mutex::default(),
+                });
+                *lock(&self.current) = Some(Arc::clone(&session));
+                Ok(session)
+            }
+            Err(error) => {
+                *lock(&self.current) = None;
+                opening.last_error = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// Opens another connection for the next user; those who still use this one keep it. A
+    /// connection that the broker blocks is kept: the next one would be blocked as well.
+    pub(super) fn retire(&self, number: u64) {
+        if let Some(session) = lock(&self.current).as_ref() {
+            if session.number == number && !session.connection.status().blocked() {
+                session.retired.store(true, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// The connection that was opened last, whatever its state.
+    pub(super) fn last(&self) -> Option<Arc<Session>> {
+        lock(&self.current).clone()
+    }
+
+    fn working(&self) -> Option<Arc<Session>> {
+        lock(&self.current).as_ref().filter(|session| session.works()).cloned()
+    }
+}
+
+impl Session {
+    fn works(&self) -> bool {
+        self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
+    }
+
+    /// A channel in confirm mode that nobody else uses.
+    pub(super) async fn confirm_channel(&self) -> Result<Channel, lapin::Error> {
+        loop {
+            let idle = lock(&self.idle).pop();
+            match idle {
+                Some(channel) if channel.status().connected() => return Ok(channel),
+                Some(_) => {}
+                None => break,
+            }
+        }
+        let channel = self.connection.create_channel().await?;
+        channel.confirm_select(ConfirmSelectOptions::default()).await?;
+        Ok(channel)
+    }
+
+    /// Gives a channel back on which nothing is in flight.
+    pub(super) fn put_back(&self, channel: Channel) {
+        lock(&self.idle).push(channel);
+    }
+}
+
+/// Nothing panics while it holds one of these.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
+    let uri = broker.address()?;
+    let name = match purpose {
+        Purpose::Consuming => "lapin-retry consuming",
+        Purpose::Publishing => "lapin-retry publishing",
+    };
+    let properties = broker.0.properties.clone().with_connection_name(name.into());
+    let connecting = Connection::connect_uri(uri.clone(), properties);
+    let place = format!("{}:{}", uri.authority.host, uri.authority.port);
+    match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
+        Ok(Ok(connection)) => Ok(connection),
+        Ok(Err(error)) => Err(refused(&error, &format!("connecting to {place}"))),
+        Err(_) => Err(Error::new(
+            ErrorKind::Connection,
+            format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
+        )),
+    }
+}
+
+/// Translates lapin's errors. `what` says what was tried, and on which queue.
+pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
+    let LapinErrorKind::ProtocolError(amqp) = error.kind() else {
+        return Error::new(ErrorKind::Connection, format!("{what}: {error}"))
+            .because(error.clone());
+    };
+    let text = amqp.get_message().as_str();
+    let kind = match amqp.kind() {
+        AMQPErrorKind::Soft(AMQPSoftError::NOTFOUND) => ErrorKind::MissingQueue,
+        AMQPErrorKind::Soft(AMQPSoftError::ACCESSREFUSED) => ErrorKind::Permission,
+        AMQPErrorKind::Soft(AMQPSoftError::PRECONDITIONFAILED) if text.contains("queue limit") => {
+            ErrorKind::QueueLimit
+        }
+        AMQPErrorKind::Soft(AMQPSoftError::PRECONDITIONFAILED)
+            if text.contains("inequivalent arg") =>
+        {
+            ErrorKind::Inequivalent
+        }
+        AMQPErrorKind::Soft(_) => ErrorKind::Refused,
+        AMQPErrorKind::Hard(_) => ErrorKind::Connection,
+    };
+    Error::new(kind, format!("{what}: {text}")).because(error.clone())
+}
+
+/// True if the broker answered that it does not do what was asked: with one request in flight on
+/// a channel, the answer is to that request.
+pub(super) fn is_refusal(error: &lapin::Error) -> bool {
+    matches!(error.kind(), LapinErrorKind::ProtocolError(amqp)
+        if matches!(amqp.kind(), AMQPErrorKind::Soft(_)))
+}
+
+/// True if lapin found the channel or its connection closed.
+pub(super) fn is_closed(error: &lapin::Error) -> bool {
+    use LapinErrorKind::{InvalidChannel, InvalidChannelState, InvalidConnectionState};
+    matches!(error.kind(), InvalidChannel(_) | InvalidChannelState(..) | InvalidConnectionState(_))
+}

@@ -1,0 +1,242 @@
+//! The seam's implementation with lapin.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::{FutureExt, StreamExt, future::BoxFuture};
+use lapin::{
+    Acker, Channel, Confirmation,
+    message::Delivery,
+    options::{
+        BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions,
+        BasicPublishOptions, BasicQosOptions, QueueDeclareOptions,
+    },
+    types::{FieldTable, ShortString},
+};
+
+use super::{
+    Broker, Confirmed, Control, Incoming, Limits, Link, Subscribe, Subscription, Tag,
+    connection::{Purpose, Session, is_closed, is_refusal, refused},
+};
+use crate::{
+    Error, ErrorKind,
+    message::{Message, Outgoing},
+    topology::QueueSpec,
+};
+
+/// What RabbitMQ negotiates unless told otherwise, in bytes.
+const FRAME_MAX: u32 = 131_072;
+
+/// One work queue's way to a broker.
+#[derive(Debug)]
+pub(crate) struct LapinLink {
+    broker: Broker,
+    confirm_timeout: Duration,
+}
+
+impl LapinLink {
+    pub(crate) fn new(broker: Broker, confirm_timeout: Duration) -> Self {
+        Self { broker, confirm_timeout }
+    }
+
+    async fn publishing(&self) -> Result<Arc<Session>, Error> {
+        self.broker.0.publishing.session(&self.broker, Purpose::Publishing).await
+    }
+
+    /// Each declare and check has a channel to itself, for a refusal closes it; and not on the
+    /// consuming connection, which a refusal can take down while a large delivery arrives.
+    async fn throw_away(&self) -> Result<Channel, Error> {
+        let session = self.publishing().await?;
+        session.connection.create_channel().await.map_err(|e| refused(&e, "opening a channel"))
+    }
+
+    async fn publish_on(&self, session: &Session, copy: &Outgoing) -> Confirmed {
+        let not_sent = |why: &str| {
+            let text = format!("publishing to {:?}: {why}", copy.queue);
+            Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
+        };
+        if session.connection.status().blocked() {
+            // What is published now would be sent, and confirmed, only when the alarm is over.
+            return not_sent("the broker blocks publishers (a memory or disk alarm)");
+        }
+        let opening = tokio::time::timeout(self.confirm_timeout, session.confirm_channel());
+        let channel = match opening.await {
+            Ok(Ok(channel)) => channel,
+            Ok(Err(error)) => return not_sent(&error.to_string()),
+            Err(_) => {
+                self.retire(session.number);
+                return not_sent("the broker opened no channel in time");
+            }
+        };
+        let confirmation = async {
+            let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+            let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
+            let body = &copy.original.body;
+            let publish = channel.basic_publish("".into(), queue, options, body, properties);
+            match publish.await {
+                Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
+                // Found closed before anything was written.
+                Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
+            }
+        };
+        let undecided = |why: String| Confirmed::Undecided(session.number, why);
+        // A channel goes back only with nothing in flight on it, so that a return is never taken
+        // for another publish's: lapin attaches returns to whatever confirm comes next.
+        match tokio::time::timeout(self.confirm_timeout, confirmation).await {
+            Ok(Ok(Confirmation::Ack(None))) => {
+                session.put_back(channel);
+                Confirmed::Yes
+            }
+            Ok(Ok(Confirmation::Ack(Some(returned)))) => {
+                session.put_back(channel);
+                Confirmed::Returned(returned.reply_text.to_string())
+            }
+            Ok(Ok(Confirmation::Nack(_))) => {
+                session.put_back(channel);
+                Confirmed::Nacked
+            }
+            Ok(Ok(Confirmation::NotRequested)) => {
+                undecided("the channel was not in confirm mode".to_owned())
+            }
+            Ok(Err((true, error))) => {
+                Confirmed::NotSent(refused(&error, &format!("publishing to {:?}", copy.queue)))
+            }
+            Ok(Err((false, error))) => undecided(error.to_string()),
+            Err(_) => undecided(format!("no confirm within {:?}", self.confirm_timeout)),
+        }
+    }
+}
+
+impl Link for LapinLink {
+    fn publish<'a>(&'a self, copy: &'a Outgoing) -> BoxFuture<'a, Confirmed> {
+        async {
+            match self.publishing().await {
+                Ok(session) => self.publish_on(&session, copy).await,
+                Err(error) => Confirmed::NotSent(error),
+            }
+        }
+        .boxed()
+    }
+
+    fn retire(&self, connection: u64) {
+        self.broker.0.publishing.retire(connection);
+    }
+
+    fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>> {
+        async {
+            let channel = self.throw_away().await?;
+            let options = QueueDeclareOptions { durable: true, ..Default::default() };
+            let name = queue.name.as_str().into();
+            match channel.queue_declare(name, options, queue.arguments.clone()).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(refused(&error, &format!("declaring queue {:?}", queue.name))),
+            }
+        }
+        .boxed()
+    }
+
+    fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>> {
+        async move {
+            let channel = self.throw_away().await?;
+            let options = QueueDeclareOptions { passive: true, ..Default::default() };
+            match channel.queue_declare(queue.into(), options, FieldTable::default()).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(refused(&error, &format!("looking for queue {queue:?}"))),
+            }
+        }
+        .boxed()
+    }
+
+    fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>> {
+        async {
+            let what = format!("consuming queue {:?}", how.queue);
+            let session = self.broker.0.consuming.session(&self.broker, Purpose::Consuming).await?;
+            let subscribing = async {
+                let channel = session.connection.create_channel().await?;
+                channel.basic_qos(how.prefetch, BasicQosOptions::default()).await?;
+                let options = BasicConsumeOptions::default();
+                let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
+                let consumer =
+                    channel.basic_consume(queue, tag, options, how.arguments.clone()).await?;
+                Ok((channel, consumer))
+            };
+            let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
+            let control = Consuming { channel, tag: consumer.tag(), _session: session };
+            let incoming = consumer.map(move |delivery| match delivery {
+                Ok(delivery) => Ok(incoming(delivery)),
+                Err(error) => Err(refused(&error, &what)),
+            });
+            Ok(Subscription { incoming: incoming.boxed(), control: Box::new(control) })
+        }
+        .boxed()
+    }
+
+    fn limits(&self) -> Limits {
+        let session = self.broker.0.publishing.last();
+        let negotiated = session.map_or(0, |s| s.connection.configuration().frame_max());
+        let user = self.broker.address().map(|uri| uri.authority.userinfo.username.clone());
+        Limits {
+            user: user.unwrap_or_default(),
+            // 0 means that the broker sets no limit of its own.
+            frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
+        }
+    }
+}
+
+struct Consuming {
+    channel: Channel,
+    tag: ShortString,
+    /// Dropping the last handle of a connection closes it.
+    _session: Arc<Session>,
+}
+
+impl Control for Consuming {
+    fn cancel(&self) -> BoxFuture<'_, ()> {
+        async {
+            // It fails only where the channel is gone, and the consumer with it.
+            let cancelled =
+                self.channel.basic_cancel(self.tag.clone(), BasicCancelOptions::default());
+            let _ = cancelled.await;
+        }
+        .boxed()
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        async {
+            let _ = self.channel.close(200, "done".into()).await;
+        }
+        .boxed()
+    }
+}
+
+#[derive(Debug)]
+struct LapinTag(Acker);
+
+impl Tag for LapinTag {
+    fn usable(&self) -> bool {
+        self.0.usable()
+    }
+
+    fn ack(&self) -> BoxFuture<'_, bool> {
+        // On a dead channel lapin answers `Ok(false)`, not an error.
+        self.0.ack(BasicAckOptions::default()).map(|told| told.unwrap_or(false)).boxed()
+    }
+
+    fn give_back(&self) -> BoxFuture<'_, bool> {
+        let requeue = BasicNackOptions { requeue: true, ..Default::default() };
+        self.0.nack(requeue).map(|told| told.unwrap_or(false)).boxed()
+    }
+}
+
+/// Splits a delivery into what it says and the means to answer for it.
+pub(crate) fn incoming(delivery: Delivery) -> Incoming {
+    Incoming {
+        message: Message {
+            exchange: delivery.exchange,
+            routing_key: delivery.routing_key,
+            redelivered: delivery.redelivered,
+            properties: delivery.properties,
+            body: delivery.data,
+        },
+        tag: Box::new(LapinTag(delivery.acker)),
+    }
+}

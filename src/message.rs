@@ -1,0 +1,42 @@
+//! What travels with a job: the message as it was delivered, our headers on it, and the copy that
+//! is published in its place. Pure: no channel.
+
+mod budget;
+mod copy;
+mod header;
+mod story;
+
+use std::{fmt, sync::Arc};
+
+use lapin::{BasicProperties, types::ShortString};
+
+pub(crate) use self::{
+    copy::{Copier, TooLarge},
+    header::cut,
+    story::{Failure, Story},
+};
+
+/// A message as the broker delivered it.
+#[derive(Debug)]
+pub(crate) struct Message {
+    pub(crate) exchange: ShortString,
+    pub(crate) routing_key: ShortString,
+    pub(crate) redelivered: bool,
+    pub(crate) properties: BasicProperties,
+    pub(crate) body: Vec<u8>,
+}
+
+/// A copy on its way to one queue, through the default exchange.
+#[derive(Clone)]
+pub(crate) struct Outgoing {
+    pub(crate) queue: String,
+    pub(crate) properties: BasicProperties,
+    /// The body is the original's, never encoded anew.
+    pub(crate) original: Arc<Message>,
+}
+
+impl fmt::Debug for Outgoing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outgoing").field("queue", &self.queue).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,279 @@
+//! Our headers on a message, as a struct: read from a delivery, told on, written to a copy.
+
+use std::time::{Duration, SystemTime};
+
+use lapin::types::{AMQPValue, FieldArray, FieldTable};
+
+use super::{Message, header::*};
+use crate::policy::{BuriedReason, FailureKind};
+
+/// How many attempts `retry-history` tells of.
+pub(crate) const HISTORY_ENTRIES: usize = 8;
+/// How much of an error's text `retry-error` keeps, in bytes.
+pub(crate) const ERROR_BYTES: usize = 1024;
+/// How much of it each entry of the history keeps.
+const HISTORY_ERROR_BYTES: usize = 256;
+
+/// What is known of a job from the headers it came with.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Story {
+    pub(crate) retry_count: u32,
+    pub(crate) busy_count: u32,
+    pub(crate) crash_count: u32,
+    pub(crate) exhumed_count: u32,
+    pub(super) first_failed_at: Option<SystemTime>,
+    pub(super) last_failed_at: Option<SystemTime>,
+    pub(super) level: Option<String>,
+    pub(super) due_at: Option<SystemTime>,
+    pub(crate) deadline: Option<SystemTime>,
+    pub(super) error: Option<String>,
+    pub(super) error_kind: Option<String>,
+    /// Oldest first.
+    pub(super) history: Vec<AMQPValue>,
+    pub(super) original_exchange: Option<String>,
+    pub(super) original_routing_key: Option<String>,
+    pub(super) original_cc: Option<AMQPValue>,
+    pub(super) original_user_id: Option<String>,
+    pub(super) foreign_count: Option<AMQPValue>,
+    pub(super) buried: Option<Burial>,
+    /// Headers of ours whose value makes no sense. Judged only when a failure needs them.
+    pub(super) odd: Vec<(&'static str, AMQPValue)>,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Burial {
+    pub(super) reason: BuriedReason,
+    pub(super) at: SystemTime,
+    pub(super) by: String,
+}
+
+/// One failed attempt.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure<'a> {
+    pub(crate) kind: FailureKind,
+    pub(crate) error: &'a str,
+    pub(crate) at: SystemTime,
+    /// The level of the attempt that failed, as `2/7 30s`.
+    pub(crate) level: String,
+    pub(crate) worker: &'a str,
+}
+
+impl Story {
+    /// Reads a delivery of `work_queue`. Ours are believed only beside a `retry-queue` that names
+    /// this very queue; otherwise they are another queue's or another system's.
+    pub(crate) fn read(message: &Message, work_queue: &str) -> Self {
+        let nothing = FieldTable::default();
+        let headers = message.properties.headers().as_ref().unwrap_or(&nothing).inner();
+        let named = |key: &str| headers.get(key);
+
+        if named(RETRY_QUEUE).and_then(text).as_deref() != Some(work_queue) {
+            return Self { foreign_count: named(RETRY_COUNT).cloned(), ..Self::default() };
+        }
+
+        let mut odd = Vec::new();
+        let mut judged = |key: &'static str, sense: bool| {
+            if let (Some(value), false) = (named(key), sense) {
+                odd.push((key, value.clone()));
+            }
+        };
+        let mut count = |key| {
+            let read = named(key).map(number);
+            judged(key, read != Some(None));
+            read.flatten().unwrap_or(0)
+        };
+        let (retry_count, busy_count) = (count(RETRY_COUNT), count(RETRY_BUSY_COUNT));
+        let (crash_count, exhumed_count) = (count(RETRY_CRASH_COUNT), count(RETRY_EXHUMED_COUNT));
+        let mut time = |key| {
+            let read = named(key).map(instant);
+            judged(key, read != Some(None));
+            read.flatten()
+        };
+        let first_failed_at = time(RETRY_FIRST_FAILED_AT);
+        let deadline = time(RETRY_DEADLINE);
+        let mut origin = |key| {
+            let read = named(key).map(text);
+            judged(key, read != Some(None));
+            read.flatten()
+        };
+        let mut story = Self {
+            retry_count,
+            busy_count,
+            crash_count,
+            exhumed_count,
+            first_failed_at,
+            deadline,
+            original_exchange: origin(RETRY_ORIGINAL_EXCHANGE),
+            original_routing_key: origin(RETRY_ORIGINAL_ROUTING_KEY),
+            // What follows is for people and decides nothing, so it is taken as it comes.
+            last_failed_at: named(RETRY_LAST_FAILED_AT).and_then(instant),
+            level: named(RETRY_LEVEL).and_then(text).map(|level| cut(&level, 64)),
+            due_at: None,
+            error: named(RETRY_ERROR).and_then(text).map(|error| cut(&error, ERROR_BYTES)),
+            error_kind: named(RETRY_ERROR_KIND).and_then(text).map(|kind| cut(&kind, 64)),
+            history: named(RETRY_HISTORY).map(told).unwrap_or_default(),
+            original_cc: named(RETRY_ORIGINAL_CC).cloned(),
+            original_user_id: named(RETRY_ORIGINAL_USER_ID).and_then(text),
+            foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
+            buried: None,
+            odd,
+        };
+        if headers.contains_key(BURIED_REASON) {
+            story.exhume();
+        }
+        story
+    }
+
+    /// A buried job on the work queue was put back, by hand or by a tool: it starts afresh.
+    fn exhume(&mut self) {
+        self.exhumed_count = self.exhumed_count.saturating_add(1);
+        self.retry_count = 0;
+        self.busy_count = 0;
+        self.crash_count = 0;
+        self.first_failed_at = None;
+        self.deadline = None;
+        // An odd count was what it was buried for; whoever put it back knows.
+        self.odd.clear();
+    }
+
+    /// Charges a failure to the job.
+    pub(crate) fn charge(&mut self, failure: &Failure<'_>) {
+        self.retry_count = self.retry_count.saturating_add(1);
+        self.note(failure);
+    }
+
+    /// Notes a failure in the history without charging it.
+    pub(crate) fn note(&mut self, failure: &Failure<'_>) {
+        self.first_failed_at.get_or_insert(failure.at);
+        self.last_failed_at = Some(failure.at);
+        self.error = Some(cut(failure.error, ERROR_BYTES));
+        self.error_kind = Some(failure.kind.as_str().to_owned());
+        self.busy_count = 0;
+
+        let mut entry = FieldTable::default();
+        for (key, value) in [
+            ("at", rfc3339(failure.at).as_str()),
+            ("kind", failure.kind.as_str()),
+            ("error", cut(failure.error, HISTORY_ERROR_BYTES).as_str()),
+            ("level", failure.level.as_str()),
+            ("worker", failure.worker),
+        ] {
+            entry.insert(key.into(), string(value));
+        }
+        self.history.push(AMQPValue::FieldTable(entry));
+        let surplus = self.history.len().saturating_sub(HISTORY_ENTRIES);
+        self.history.drain(..surplus);
+    }
+
+    /// Remembers what only the first delivery tells: where the job was published to, and what the
+    /// copy cannot carry. `timestamp` in seconds and `expiration` in milliseconds are the
+    /// message's own properties; together they are its deadline.
+    pub(crate) fn remember(&mut self, message: &Message, now: SystemTime) {
+        self.original_exchange.get_or_insert_with(|| message.exchange.to_string());
+        self.original_routing_key.get_or_insert_with(|| message.routing_key.to_string());
+        let properties = &message.properties;
+        if let (None, Some(expiration)) = (self.deadline, properties.expiration()) {
+            let stamped = properties
+                .timestamp()
+                .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
+                .filter(|stamp| *stamp <= now);
+            let base = stamped.or(self.first_failed_at).unwrap_or(now);
+            let lifetime = expiration.as_str().parse().ok().map(Duration::from_millis);
+            self.deadline = lifetime.and_then(|lifetime| base.checked_add(lifetime));
+        }
+        if let Some(headers) = properties.headers() {
+            let copies: Vec<_> = ["CC", "BCC"]
+                .iter()
+                .filter_map(|key| headers.inner().get(*key))
+                .flat_map(|value| match value {
+                    AMQPValue::FieldArray(names) => names.as_slice().to_vec(),
+                    other => vec![other.clone()],
+                })
+                .collect();
+            if !copies.is_empty() {
+                self.original_cc.get_or_insert(AMQPValue::FieldArray(FieldArray::from(copies)));
+            }
+        }
+    }
+
+    /// Goes on to a lane: `level` as `2/7 30s`.
+    pub(crate) fn go_to(&mut self, level: String, due_at: SystemTime) {
+        self.level = Some(level);
+        self.due_at = Some(due_at);
+    }
+
+    pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
+        self.due_at = None;
+        self.buried = Some(Burial { reason, at, by: by.to_owned() });
+    }
+
+    /// Whether a header of ours that decides something makes no sense.
+    pub(crate) fn is_odd(&self) -> bool {
+        !self.odd.is_empty()
+    }
+
+    /// The one of them that decides before the handler is called.
+    pub(crate) fn has_odd_deadline(&self) -> bool {
+        self.odd.iter().any(|(key, _)| *key == RETRY_DEADLINE)
+    }
+
+    /// The exchange that the job was published to, unless the delivery's own still tells.
+    pub(crate) fn original_exchange(&self) -> Option<&str> {
+        self.original_exchange.as_deref()
+    }
+
+    pub(crate) fn original_routing_key(&self) -> Option<&str> {
+        self.original_routing_key.as_deref()
+    }
+
+    /// Writes all of it into a copy's headers.
+    pub(super) fn write(&self, work_queue: &str, headers: &mut FieldTable) {
+        let mut set = |key: &str, value: Option<AMQPValue>| {
+            if let Some(value) = value {
+                headers.insert(key.into(), value);
+            }
+        };
+        let counted = |n: u32| (n > 0).then(|| long(n));
+        let time = |at: Option<SystemTime>| at.map(|at| string(&rfc3339(at)));
+        let words = |text: &Option<String>| text.as_deref().map(string);
+
+        set(RETRY_QUEUE, Some(string(work_queue)));
+        set(RETRY_COUNT, Some(long(self.retry_count)));
+        set(RETRY_BUSY_COUNT, counted(self.busy_count));
+        set(RETRY_CRASH_COUNT, counted(self.crash_count));
+        set(RETRY_EXHUMED_COUNT, counted(self.exhumed_count));
+        set(RETRY_FIRST_FAILED_AT, time(self.first_failed_at));
+        set(RETRY_LAST_FAILED_AT, time(self.last_failed_at));
+        set(RETRY_LEVEL, words(&self.level));
+        set(RETRY_DUE_AT, time(self.due_at));
+        set(RETRY_DEADLINE, time(self.deadline));
+        set(RETRY_ERROR, words(&self.error));
+        set(RETRY_ERROR_KIND, words(&self.error_kind));
+        let history = (!self.history.is_empty()).then(|| FieldArray::from(self.history.clone()));
+        set(RETRY_HISTORY, history.map(AMQPValue::FieldArray));
+        set(RETRY_ORIGINAL_EXCHANGE, words(&self.original_exchange));
+        set(RETRY_ORIGINAL_ROUTING_KEY, words(&self.original_routing_key));
+        set(RETRY_ORIGINAL_CC, self.original_cc.clone());
+        set(RETRY_ORIGINAL_USER_ID, words(&self.original_user_id));
+        set(RETRY_FOREIGN_COUNT, self.foreign_count.clone());
+        if let Some(burial) = &self.buried {
+            set(BURIED_REASON, Some(string(burial.reason.as_str())));
+            set(BURIED_AT, time(Some(burial.at)));
+            set(BURIED_BY, Some(string(&burial.by)));
+        }
+        // Last, so that an odd value is kept as it came.
+        for (key, value) in &self.odd {
+            set(key, Some(value.clone()));
+        }
+    }
+}
+
+/// A history that somebody else may have written: entries that are no tables are left out.
+fn told(value: &AMQPValue) -> Vec<AMQPValue> {
+    let AMQPValue::FieldArray(entries) = value else { return Vec::new() };
+    let entries = entries.as_slice();
+    entries[entries.len().saturating_sub(HISTORY_ENTRIES)..]
+        .iter()
+        .filter(|entry| matches!(entry, AMQPValue::FieldTable(_)))
+        .cloned()
+        .collect()
+}

@@ -1,0 +1,137 @@
+//! What both ways in have in common, and its defaults.
+
+use std::{fmt, sync::Arc, time::Duration};
+
+use crate::{Declare, Error, Event, QueueType, RetryPolicy, event::Observer};
+
+/// How jobs of one work queue are retried, whoever runs them.
+///
+/// | setting | default |
+/// |---|---|
+/// | policy | levels `[15, 30, 60, 120, 240, 480, 960]` s, jitter equal, 8 lanes |
+/// | [`queue_type`](Self::queue_type) | [`QueueType::Quorum`] |
+/// | [`declare`](Self::declare) | [`Declare::Create`] |
+/// | [`confirm_timeout`](Self::confirm_timeout) | 10 s |
+/// | [`hand_offs`](Self::hand_offs) | 64 in flight |
+/// | [`worker`](Self::worker) | `<host name>:<process id>` |
+///
+/// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
+///
+/// A [`RetryPolicy`] is enough wherever settings are asked for.
+#[derive(Clone)]
+pub struct Settings {
+    pub(crate) policy: RetryPolicy,
+    pub(crate) queue_type: QueueType,
+    pub(crate) declare: Declare,
+    pub(crate) confirm_timeout: Duration,
+    pub(crate) hand_offs: usize,
+    pub(crate) worker: String,
+    pub(crate) observers: Vec<Observer>,
+}
+
+impl Settings {
+    /// Settings with this policy.
+    pub fn new(policy: RetryPolicy) -> Self {
+        Self {
+            policy,
+            queue_type: QueueType::default(),
+            declare: Declare::default(),
+            confirm_timeout: Duration::from_secs(10),
+            hand_offs: 64,
+            worker: format!(
+                "{}:{}",
+                gethostname::gethostname().to_string_lossy(),
+                std::process::id()
+            ),
+            observers: Vec::new(),
+        }
+    }
+
+    /// The type of the lanes and the buried queue. Default: quorum, with at-least-once
+    /// dead-lettering. An existing lane of another type is an error, never changed.
+    #[must_use]
+    pub fn queue_type(mut self, queue_type: QueueType) -> Self {
+        self.queue_type = queue_type;
+        self
+    }
+
+    /// What is done about our queues at the start. Default: [`Declare::Create`].
+    #[must_use]
+    pub fn declare(mut self, declare: Declare) -> Self {
+        self.declare = declare;
+        self
+    }
+
+    /// How long a hand-off waits for the broker's confirm before it counts as undecided.
+    /// Default: 10 s.
+    #[must_use]
+    pub fn confirm_timeout(mut self, timeout: Duration) -> Self {
+        self.confirm_timeout = timeout;
+        self
+    }
+
+    /// How many hand-offs may be in flight at a time. Default: 64. Each uses a channel of its own
+    /// on the publishing connection.
+    #[must_use]
+    pub fn hand_offs(mut self, in_flight: usize) -> Self {
+        self.hand_offs = in_flight;
+        self
+    }
+
+    /// The name of this worker in the history and in `buried-by`. Default: host name and process id.
+    #[must_use]
+    pub fn worker(mut self, name: impl Into<String>) -> Self {
+        self.worker = name.into();
+        self
+    }
+
+    /// Calls `hook` with every event, one after the other for each job, on the engine's tasks: it
+    /// must not block. More than one may be set. A panic in it harms nothing.
+    #[must_use]
+    pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
+        self.observers.push(Arc::new(hook));
+        self
+    }
+
+    pub(crate) fn validate(&self) -> Result<(), Error> {
+        if self.hand_offs == 0 {
+            return Err(Error::configuration("hand_offs: 0; at least one must be in flight"));
+        }
+        if self.hand_offs > 1000 {
+            return Err(Error::configuration(format!(
+                "hand_offs: {}; each needs a channel, and a connection has at most 2047 by \
+                 default: use 1000 or fewer",
+                self.hand_offs
+            )));
+        }
+        if self.confirm_timeout.is_zero() {
+            return Err(Error::configuration("confirm_timeout: zero; no confirm is that fast"));
+        }
+        Ok(())
+    }
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self::new(RetryPolicy::default())
+    }
+}
+
+impl From<RetryPolicy> for Settings {
+    fn from(policy: RetryPolicy) -> Self {
+        Self::new(policy)
+    }
+}
+
+impl fmt::Debug for Settings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Settings")
+            .field("policy", &self.policy)
+            .field("queue_type", &self.queue_type)
+            .field("declare", &self.declare)
+            .field("confirm_timeout", &self.confirm_timeout)
+            .field("hand_offs", &self.hand_offs)
+            .field("worker", &self.worker)
+            .finish_non_exhaustive()
+    }
+}

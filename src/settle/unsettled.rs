@@ -1,0 +1,146 @@
+//! The guard of a job that is not settled yet, and what is heard of it after.
+
+use std::{
+    future::{Future, IntoFuture},
+    ops::Deref,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+    time::SystemTime,
+};
+
+use tokio::task::JoinHandle;
+
+use super::Engine;
+use crate::{Error, Event, Job, link::Tag};
+
+/// A job whose outcome is still open. It derefs to its [`Job`].
+///
+/// [`settle`](Self::settle) consumes it. Dropped unsettled, it is given back to the work queue
+/// with a warning, and the broker delivers it again at once.
+#[must_use = "a job that is dropped unsettled goes back to its queue"]
+#[derive(Debug)]
+pub struct UnsettledJob {
+    job: Job,
+    engine: Arc<Engine>,
+    /// Taken when the job is settled.
+    tag: Option<Box<dyn Tag>>,
+}
+
+impl UnsettledJob {
+    pub(crate) fn new(engine: Arc<Engine>, job: Job, tag: Box<dyn Tag>) -> Self {
+        Self { job, engine, tag: Some(tag) }
+    }
+
+    /// The job, to be handed to a handler.
+    pub fn job(&self) -> &Job {
+        &self.job
+    }
+
+    /// Acks the job after a success; after an error sends it to its next level, or buries it.
+    ///
+    /// Returns when the outcome is accepted: at once for a success, after a free hand-off slot for
+    /// a failure, so that a loop that settles one job after the other still has many hand-offs in
+    /// flight. The broker's confirm and the ack follow by themselves; await the [`Receipt`] to
+    /// hear of them.
+    ///
+    /// # Errors
+    /// None today. A dead channel is no error: the broker delivers the job again, and the receipt
+    /// says [`Settled::Stale`].
+    pub async fn settle<E: Into<anyhow::Error>>(
+        mut self,
+        result: Result<(), E>,
+    ) -> Result<Receipt, Error> {
+        let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
+        let engine = Arc::clone(&self.engine);
+        Ok(engine.settle(self.job.clone(), tag, result.map_err(Into::into)).await)
+    }
+
+    /// Gives the job back without a warning, for a reason that is not its user's doing.
+    pub(crate) async fn give_back(mut self, why: &'static str) {
+        if let Some(tag) = self.tag.take() {
+            give_back(&self.engine, self.job.clone(), tag, why).await;
+        }
+    }
+}
+
+impl Deref for UnsettledJob {
+    type Target = Job;
+
+    fn deref(&self) -> &Job {
+        &self.job
+    }
+}
+
+impl Drop for UnsettledJob {
+    fn drop(&mut self) {
+        if let Some(tag) = self.tag.take() {
+            let (engine, job) = (Arc::clone(&self.engine), self.job.clone());
+            self.engine.spawn(async move {
+                give_back(&engine, job, tag, "dropped without being settled").await;
+            });
+        }
+    }
+}
+
+async fn give_back(engine: &Engine, job: Job, tag: Box<dyn Tag>, why: &'static str) {
+    if tag.give_back().await {
+        engine.emit(&Event::GivenBack { job, why });
+    } else {
+        engine.emit(&Event::Stale { job });
+    }
+}
+
+/// What happened to a job in the end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Settled {
+    /// It is done and acked.
+    Acked,
+    /// Its copy is in a lane, confirmed, and the original is acked.
+    #[non_exhaustive]
+    Retried {
+        /// The level it is on now, from 1.
+        level: u32,
+        /// When the broker gives it back.
+        due: SystemTime,
+    },
+    /// It is in the buried queue.
+    Buried,
+    /// Its channel died, or the work ended while the hand-off still failed: the broker delivers it
+    /// again.
+    Stale,
+}
+
+/// What [`UnsettledJob::settle`] returns: await it to hear what happened in the end. To drop it
+/// cancels nothing.
+#[derive(Debug)]
+pub struct Receipt(JoinHandle<Settled>);
+
+impl Receipt {
+    pub(super) fn new(task: JoinHandle<Settled>) -> Self {
+        Self(task)
+    }
+}
+
+impl IntoFuture for Receipt {
+    type Output = Settled;
+    type IntoFuture = Settling;
+
+    fn into_future(self) -> Settling {
+        Settling(self.0)
+    }
+}
+
+/// The future of a [`Receipt`].
+#[derive(Debug)]
+pub struct Settling(JoinHandle<Settled>);
+
+impl Future for Settling {
+    type Output = Settled;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Settled> {
+        // The task ends without an answer only with its runtime, and then nothing was acked.
+        Pin::new(&mut self.0).poll(cx).map(|settled| settled.unwrap_or(Settled::Stale))
+    }
+}

@@ -1,0 +1,251 @@
+//! The queues that a policy needs beside a work queue, as a value. Pure: `declare` makes them.
+
+mod arguments;
+mod deck;
+mod declare;
+mod name;
+
+use std::collections::{HashMap, HashSet};
+
+use serde::Deserialize;
+
+pub(crate) use self::{deck::Decks, declare::declare, name::Name};
+use crate::{
+    Error, RetryPolicy,
+    policy::{MAX_QUEUES, lane_delays},
+};
+
+/// The type of the lanes and of the buried queue. The work queue may be of either type.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum QueueType {
+    /// Quorum queues with at-least-once dead-lettering, the default. A job that expires in a lane
+    /// leaves it only once the work queue has it on disk.
+    ///
+    /// Measured with 5,000 expiring messages and a SIGKILL of the broker, on RabbitMQ 3.10, 4.0
+    /// and 4.3: none of 80,000 lost in 16 kills, at most 32 duplicates a kill.
+    #[default]
+    Quorum,
+    /// Classic queues, for those who know why. **They lose jobs when the broker crashes**: in the
+    /// same measurement 7 of 15 kills lost some, up to all 5,000.
+    Classic,
+}
+
+/// What is done about the queues at the start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Declare {
+    /// Declare them, the default. Needs the configure permission on them.
+    #[default]
+    Create,
+    /// Verify by passive declare that they are there, for workers without that permission.
+    /// Arguments are not compared: the broker does not tell them.
+    Check,
+    /// Neither. A hand-off to a queue that is missing is tried again until it is there.
+    Off,
+}
+
+/// One queue of ours: its name and all that is declared about it.
+///
+/// It is always durable, never exclusive, never auto-delete.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct QueueSpec {
+    /// The queue's name.
+    pub name: String,
+    /// The arguments it is declared with. Final: another set of them gets another name.
+    pub arguments: lapin::types::FieldTable,
+}
+
+/// One delay queue. Every message in it has the same expiration.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Lane {
+    pub(crate) delay_ms: u64,
+    pub(crate) queue: QueueSpec,
+}
+
+/// The queues that a policy makes for one work queue.
+///
+/// ```
+/// use lapin_retry::{QueueType, RetryPolicy, Topology};
+///
+/// let topology = Topology::new("orders", &RetryPolicy::new([15]).lanes(2), QueueType::Quorum)?;
+/// let names: Vec<_> = topology.queues().map(|queue| queue.name.as_str()).collect();
+/// assert_eq!(
+///     names,
+///     ["orders.buried", "orders.retry.00015s.00011250ms", "orders.retry.00015s.00015000ms"]
+/// );
+/// # Ok::<(), lapin_retry::Error>(())
+/// ```
+#[derive(Clone, Debug, PartialEq)]
+pub struct Topology {
+    work_queue: String,
+    buried: QueueSpec,
+    /// By the level's nominal delay, so that equal levels share their lanes.
+    lanes: HashMap<u64, Vec<Lane>>,
+    /// Those delays in the order of their first use.
+    levels_ms: Vec<u64>,
+}
+
+impl Topology {
+    /// What `policy` needs beside `work_queue`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the policy is impossible, a
+    /// queue's name would be longer than 255 bytes, or there would be more than 200 queues.
+    pub fn new(
+        work_queue: &str,
+        policy: &RetryPolicy,
+        queue_type: QueueType,
+    ) -> Result<Self, Error> {
+        policy.validate()?;
+        if work_queue.is_empty() {
+            return Err(Error::configuration("queue: the name is empty; name the work queue"));
+        }
+        let levels_ms = policy.distinct_levels_ms();
+        within_the_queue_limit(work_queue, policy, &levels_ms)?;
+
+        let queue = |name: Name| -> Result<QueueSpec, Error> {
+            Ok(QueueSpec {
+                arguments: arguments::of(&name, queue_type),
+                name: name.checked(work_queue)?,
+            })
+        };
+        let mut lanes = HashMap::new();
+        for &level_ms in &levels_ms {
+            let window = policy.window(level_ms);
+            let delays = lane_delays(window, policy.lane_count());
+            let level = delays
+                .into_iter()
+                .map(|delay_ms| {
+                    let jittered = window.lo != window.hi;
+                    let name = Name::lane(work_queue, level_ms, jittered.then_some(delay_ms));
+                    Ok(Lane { delay_ms, queue: queue(name)? })
+                })
+                .collect::<Result<Vec<_>, Error>>()?;
+            lanes.insert(level_ms, level);
+        }
+        let topology = Self {
+            work_queue: work_queue.to_owned(),
+            buried: queue(Name::buried(work_queue))?,
+            lanes,
+            levels_ms,
+        };
+        debug_assert!(
+            topology.queues().map(|q| &q.name).collect::<HashSet<_>>().len() <= MAX_QUEUES
+        );
+        Ok(topology)
+    }
+
+    /// The queue that the jobs come from. It is the user's, never declared here.
+    pub fn work_queue(&self) -> &str {
+        &self.work_queue
+    }
+
+    /// Where jobs go that will not be tried again.
+    pub fn buried(&self) -> &QueueSpec {
+        &self.buried
+    }
+
+    /// All queues of ours: the buried queue, then the lanes level by level, the shortest first.
+    pub fn queues(&self) -> impl Iterator<Item = &QueueSpec> {
+        let lanes = self.levels_ms.iter().flat_map(|level| &self.lanes[level]);
+        std::iter::once(&self.buried).chain(lanes.map(|lane| &lane.queue))
+    }
+
+    /// The lanes of the level with this nominal delay; never empty.
+    pub(crate) fn lanes(&self, level_ms: u64) -> &[Lane] {
+        &self.lanes[&level_ms]
+    }
+}
+
+/// Refused before the lanes are made, so that a silly number costs nothing.
+fn within_the_queue_limit(
+    work_queue: &str,
+    policy: &RetryPolicy,
+    levels_ms: &[u64],
+) -> Result<(), Error> {
+    let lanes = policy.lane_count();
+    let of_level = |&ms: &u64| {
+        let window = policy.window(ms);
+        u64::from(lanes).min(window.hi - window.lo + 1)
+    };
+    let queues = levels_ms.iter().map(of_level).fold(1u64, u64::saturating_add);
+    if queues <= MAX_QUEUES as u64 {
+        return Ok(());
+    }
+    let levels = levels_ms.len();
+    let fitting = (MAX_QUEUES - 1) / levels.max(1);
+    let remedy = if fitting == 0 {
+        format!("use at most {} different levels", MAX_QUEUES - 1)
+    } else {
+        format!("use at most {fitting} lanes, or fewer levels")
+    };
+    Err(Error::configuration(format!(
+        "lanes: {levels} different levels of up to {lanes} lanes and the buried queue are {queues} \
+         queues for {work_queue:?}, and at most {MAX_QUEUES} are allowed; {remedy}"
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Jitter;
+
+    #[test]
+    fn the_default_policy_makes_57_queues_that_sort_by_delay() {
+        let topology = Topology::new("orders", &RetryPolicy::default(), QueueType::Quorum).unwrap();
+        let names: Vec<_> = topology.queues().map(|q| q.name.clone()).collect();
+        assert_eq!(names.len(), 57);
+        assert!(names.is_sorted());
+        assert_eq!(names[0], "orders.buried");
+        assert_eq!(names[1], "orders.retry.00015s.00008437ms");
+        assert_eq!(names[56], "orders.retry.00960s.00960000ms");
+    }
+
+    #[test]
+    fn without_jitter_a_level_is_one_queue() {
+        let policy = RetryPolicy::new(["15s", "1500ms"]).jitter(Jitter::None);
+        let topology = Topology::new("orders", &policy, QueueType::Quorum).unwrap();
+        let names: Vec<_> = topology.queues().map(|q| q.name.as_str()).collect();
+        assert_eq!(names, ["orders.buried", "orders.retry.00015s", "orders.retry.00001500ms"]);
+    }
+
+    #[test]
+    fn equal_levels_share_their_lanes() {
+        let policy = RetryPolicy::new([5, 10, 5]).lanes(2);
+        let topology = Topology::new("orders", &policy, QueueType::Quorum).unwrap();
+        assert_eq!(topology.queues().count(), 5);
+    }
+
+    #[test]
+    fn more_than_200_queues_are_refused_with_the_count_and_the_remedy() {
+        let refused = |policy: RetryPolicy| {
+            Topology::new("orders", &policy, QueueType::Quorum).unwrap_err().to_string()
+        };
+        let error = refused(RetryPolicy::default().lanes(29));
+        assert!(error.contains("204 queues for \"orders\""), "{error}");
+        assert!(error.contains("at most 28 lanes"), "{error}");
+        let error = refused(RetryPolicy::new(1..=200u64));
+        assert!(error.contains("at most 199 different levels"), "{error}");
+        assert!(refused(RetryPolicy::new([1000]).lanes(u32::MAX)).contains("at most 199 lanes"));
+        Topology::new("orders", &RetryPolicy::default().lanes(28), QueueType::Quorum).unwrap();
+        // Three milliseconds make three lanes, however many are asked for.
+        let narrow = RetryPolicy::new(["3ms"]).jitter(Jitter::Full).lanes(u32::MAX);
+        assert_eq!(
+            Topology::new("orders", &narrow, QueueType::Quorum).map(|t| t.queues().count()).ok(),
+            Some(4)
+        );
+    }
+
+    #[test]
+    fn a_name_over_255_bytes_is_refused_before_anything_is_declared() {
+        let longest = 255 - ".retry.00015s.00008437ms".len();
+        let policy = RetryPolicy::new([15]);
+        Topology::new(&"q".repeat(longest), &policy, QueueType::Quorum).unwrap();
+        let error =
+            Topology::new(&"q".repeat(longest + 1), &policy, QueueType::Quorum).unwrap_err();
+        assert!(error.to_string().contains("255 bytes"), "{error}");
+        assert!(Topology::new("", &policy, QueueType::Quorum).is_err());
+    }
+}

@@ -1,0 +1,85 @@
+//! Makes or verifies the queues on a broker, before anything is consumed.
+
+use futures_util::{StreamExt, stream};
+
+use super::{Declare, QueueSpec, Topology};
+use crate::{Error, ErrorKind, link::Link};
+
+/// A quorum queue takes 7-25 ms to declare; so many are declared at a time.
+const SIDE_BY_SIDE: usize = 8;
+
+/// The work queue first: a lane whose target is missing keeps its jobs, and tries again only every
+/// three minutes.
+pub(crate) async fn declare(
+    link: &dyn Link,
+    topology: &Topology,
+    mode: Declare,
+) -> Result<(), Error> {
+    link.check(topology.work_queue()).await.map_err(|e| about_the_work_queue(e, topology))?;
+    let needed = topology.queues().count();
+    let each: Vec<_> = topology.queues().map(|queue| one(link, queue, mode)).collect();
+    let mut answers = stream::iter(each).buffer_unordered(SIDE_BY_SIDE);
+    let mut made = 0;
+    let mut refused = None;
+    while let Some(answer) = answers.next().await {
+        match answer {
+            Ok(()) => made += 1,
+            Err(error) => {
+                // The first refusal is the reason; the declares under way are counted to the end.
+                let first = refused.get_or_insert(error);
+                if first.kind() != ErrorKind::QueueLimit {
+                    break;
+                }
+            }
+        }
+    }
+    match refused {
+        None => Ok(()),
+        Some(error) if error.kind() == ErrorKind::QueueLimit => Err(Error::new(
+            ErrorKind::QueueLimit,
+            format!(
+                "{:?} needs {needed} queues beside it, {made} are there and {} are missing: {error}; \
+                 raise the limit of the vhost, or use fewer levels or lanes",
+                topology.work_queue(),
+                needed - made
+            ),
+        )),
+        Some(error) => Err(error),
+    }
+}
+
+async fn one(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
+    match mode {
+        Declare::Create => link.declare(queue).await,
+        Declare::Check => link.check(&queue.name).await.map_err(|e| about_a_lane(e, queue)),
+        Declare::Off => Ok(()),
+    }
+}
+
+fn about_the_work_queue(error: Error, topology: &Topology) -> Error {
+    match error.kind() {
+        ErrorKind::MissingQueue => Error::new(
+            ErrorKind::MissingQueue,
+            format!(
+                "the work queue {:?} does not exist; declare it before its jobs are consumed \
+                 (it is yours, so it is not declared here)",
+                topology.work_queue()
+            ),
+        ),
+        _ => error,
+    }
+}
+
+fn about_a_lane(error: Error, queue: &QueueSpec) -> Error {
+    match error.kind() {
+        ErrorKind::MissingQueue => Error::new(
+            ErrorKind::MissingQueue,
+            format!(
+                "the queue {:?} does not exist and declare = \"check\" makes none; start a worker \
+                 with declare = \"create\" once, or import the definitions",
+                queue.name
+            ),
+        ),
+        _ => error,
+    }
+}

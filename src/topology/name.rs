@@ -1,0 +1,190 @@
+//! The one place that makes queue names, and its inverse beside it.
+//!
+//! A name holds everything that the queue's arguments depend on (but its type), so that another
+//! policy makes other queues instead of meeting these with other arguments. Names sort in the
+//! management UI in the order of delay, and are read from the right, since a work queue may be
+//! called anything.
+
+use std::fmt;
+
+use crate::Error;
+
+const RETRY: &str = ".retry.";
+const BURIED: &str = ".buried";
+const LONGEST: usize = 255;
+
+/// A queue of ours, taken apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Name<'a> {
+    pub(crate) work_queue: &'a str,
+    pub(crate) kind: Kind,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// `orders.retry.00015s.00008437ms`; without jitter `orders.retry.00015s`.
+    Lane { level_ms: u64, jittered_ms: Option<u64> },
+    /// `orders.buried`
+    Buried,
+}
+
+impl<'a> Name<'a> {
+    /// `jittered_ms` is the lane's delay, or none where the level has no jitter.
+    pub(crate) fn lane(work_queue: &'a str, level_ms: u64, jittered_ms: Option<u64>) -> Self {
+        Self { work_queue, kind: Kind::Lane { level_ms, jittered_ms } }
+    }
+
+    pub(crate) fn buried(work_queue: &'a str) -> Self {
+        Self { work_queue, kind: Kind::Buried }
+    }
+
+    /// The inverse of `to_string`: a name that it could not have made is no name of ours.
+    #[cfg_attr(not(test), expect(dead_code, reason = "the operator's tool reads names"))]
+    pub(crate) fn parse(name: &'a str) -> Option<Self> {
+        if let Some(work_queue) = name.strip_suffix(BURIED) {
+            return (!work_queue.is_empty()).then_some(Self::buried(work_queue));
+        }
+        let (rest, last) = name.rsplit_once('.')?;
+        let whole = |work_queue: &'a str, level_ms, jittered_ms| {
+            (!work_queue.is_empty()).then_some(Self::lane(work_queue, level_ms, jittered_ms))
+        };
+        if let Some(work_queue) = rest.strip_suffix(RETRY.trim_end_matches('.')) {
+            return whole(work_queue, parse_level(last)?, None);
+        }
+        let (rest, level) = rest.rsplit_once('.')?;
+        let work_queue = rest.strip_suffix(RETRY.trim_end_matches('.'))?;
+        whole(work_queue, parse_level(level)?, Some(parse_ms(last)?))
+    }
+
+    /// The name, if AMQP can carry it.
+    pub(crate) fn checked(&self, work_queue: &str) -> Result<String, Error> {
+        let name = self.to_string();
+        if name.len() <= LONGEST {
+            return Ok(name);
+        }
+        Err(Error::configuration(format!(
+            "queue: {name:?} has {} bytes, and a queue's name has at most {LONGEST} bytes; shorten \
+             {work_queue:?} by {}",
+            name.len(),
+            name.len() - LONGEST
+        )))
+    }
+}
+
+impl fmt::Display for Name<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.work_queue)?;
+        match self.kind {
+            Kind::Buried => f.write_str(BURIED),
+            Kind::Lane { level_ms, jittered_ms } => {
+                f.write_str(RETRY)?;
+                if level_ms % 1000 == 0 {
+                    write!(f, "{:05}s", level_ms / 1000)?;
+                } else {
+                    write!(f, "{level_ms:08}ms")?;
+                }
+                match jittered_ms {
+                    Some(delay_ms) => write!(f, ".{delay_ms:08}ms"),
+                    None => Ok(()),
+                }
+            }
+        }
+    }
+}
+
+/// `00015s`, or `00001500ms` where it is not whole seconds.
+fn parse_level(text: &str) -> Option<u64> {
+    match text.strip_suffix("ms") {
+        Some(_) => parse_ms(text).filter(|ms| ms % 1000 != 0),
+        None => digits(text.strip_suffix('s')?, 5)?.checked_mul(1000),
+    }
+}
+
+fn parse_ms(text: &str) -> Option<u64> {
+    digits(text.strip_suffix("ms")?, 8)
+}
+
+/// A number padded with zeros to `width`, as `{:0width$}` writes it.
+fn digits(text: &str, width: usize) -> Option<u64> {
+    let padded = text.len() == width || (text.len() > width && !text.starts_with('0'));
+    (padded && text.bytes().all(|b| b.is_ascii_digit())).then(|| text.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn names_of_the_design() {
+        assert_eq!(
+            Name::lane("orders", 15_000, Some(8_437)).to_string(),
+            "orders.retry.00015s.00008437ms"
+        );
+        assert_eq!(Name::lane("orders", 1_500, None).to_string(), "orders.retry.00001500ms");
+        assert_eq!(Name::buried("orders").to_string(), "orders.buried");
+    }
+
+    #[test]
+    fn other_names_are_not_ours() {
+        for name in [
+            "orders",
+            "",
+            ".buried",
+            "orders.retry",
+            "orders.retry.",
+            "orders.retry.15s",
+            "orders.retry.00015s.8437ms",
+            "orders.retry.00015s.0008437 ms",
+            "orders.retry.+0015s",
+            "orders.retry.000015s",
+            "orders.retry.00015s.99999999999999999999999ms",
+            "orders.retry.99999999999999999999s",
+            "orders.retry.00015000ms",
+            ".retry.00015s",
+        ] {
+            assert_eq!(Name::parse(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_work_queue_that_looks_like_a_lane_is_still_a_work_queue() {
+        let work_queue = "a.retry.00015s.buried";
+        let name = Name::lane(work_queue, 1_000, Some(700)).to_string();
+        assert_eq!(Name::parse(&name), Some(Name::lane(work_queue, 1_000, Some(700))));
+    }
+
+    proptest! {
+        #[test]
+        fn every_name_is_read_back(
+            work_queue in ".{1,40}|[a-z.]{1,20}(\\.retry\\.0001[0-9]s)?",
+            level_ms in 1u64..400_000_000_000, delay in proptest::option::of(1u64..400_000_000_000),
+        ) {
+            for name in [Name::lane(&work_queue, level_ms, delay), Name::buried(&work_queue)] {
+                let text = name.to_string();
+                prop_assert_eq!(Name::parse(&text), Some(name));
+            }
+        }
+
+        #[test]
+        fn what_is_read_is_written_the_same(text in "([a-z.]{0,9}(\\.retry\\.|\\.buried)){0,2}[0-9]{0,9}m?s?\\.?[0-9]{0,10}m?s?") {
+            if let Some(name) = Name::parse(&text) {
+                prop_assert_eq!(name.to_string(), text);
+            }
+        }
+
+        #[test]
+        fn names_sort_by_delay(a in 1u64..99_999, b in 1u64..99_999) {
+            let name = |s: u64| Name::lane("orders", s * 1000, Some(s * 900)).to_string();
+            prop_assert_eq!(a.cmp(&b), name(a).cmp(&name(b)));
+        }
+
+        #[test]
+        fn a_checked_name_has_at_most_255_bytes(work_queue in ".{1,300}") {
+            match Name::lane(&work_queue, 15_000, Some(8_437)).checked(&work_queue) {
+                Ok(name) => prop_assert!(name.len() <= 255),
+                Err(error) => prop_assert!(error.to_string().contains("255 bytes")),
+            }
+        }
+    }
+}
