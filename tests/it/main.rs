@@ -1,1 +1,4 @@
 //! Behaviour on a real broker, one module a promise.
+
+mod support;
+mod test_tools;
