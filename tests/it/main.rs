@@ -1,4 +1,5 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod lapin_traps;
 mod support;
 mod test_tools;
