@@ -1,1 +1,6 @@
 //! Behaviour on a real broker, one module a promise.
+
+mod lapin_oversized_headers;
+mod lapin_traps;
+mod support;
+mod test_tools;

@@ -1,0 +1,48 @@
+//! What every test against a real broker needs, shared by all integration-test binaries.
+//!
+//! A test makes a [`Vhost`] of its own, so that tests run in parallel without seeing each other, and
+//! waits for conditions with [`eventually`], never for a fixed time. The HTTP calls block, therefore
+//! tests are written as `#[tokio::test(flavor = "multi_thread")]`: on a current-thread runtime a
+//! blocked test would also stop a [`Proxy`] it is waiting for.
+
+// Each test binary compiles this module for itself and uses another part of it.
+#![allow(dead_code, unused_imports)]
+
+mod amqp;
+mod management;
+mod proxy;
+mod vhost;
+mod wait;
+
+pub(crate) use amqp::{
+    QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
+    try_publish,
+};
+pub(crate) use management::Management;
+pub(crate) use proxy::Proxy;
+pub(crate) use vhost::{User, Vhost};
+pub(crate) use wait::{PATIENCE, eventually, next, within};
+
+use lapin::uri::AMQPUri;
+
+/// Where the broker listens, and whom to log in as.
+pub(crate) fn amqp_uri() -> AMQPUri {
+    parse_uri(&variable("AMQP_URL"))
+}
+
+/// `host:port` of the broker, for a [`Proxy`] in front of it.
+pub(crate) fn broker_addr() -> String {
+    let authority = amqp_uri().authority;
+    format!("{}:{}", authority.host, authority.port)
+}
+
+pub(crate) fn parse_uri(url: &str) -> AMQPUri {
+    url.parse()
+        .unwrap_or_else(|why| panic!("{url} is no AMQP URL: {why}"))
+}
+
+fn variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| {
+        panic!("{name} is not set: these tests need a broker, run `scripts/with-broker cargo test`")
+    })
+}

@@ -1,0 +1,232 @@
+//! A TCP proxy in front of the broker that understands AMQP frames and can misbehave on demand.
+
+use super::parse_uri;
+use std::{
+    io,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::watch,
+    task::{AbortHandle, JoinSet},
+};
+
+/// Listens on a loopback port of its own as long as this value exists. Passes every frame until told
+/// otherwise; each switch works on the open connections and on later ones.
+#[derive(Debug)]
+pub(crate) struct Proxy {
+    port: u16,
+    line: Arc<Line>,
+    connections: Arc<Mutex<JoinSet<io::Result<()>>>>,
+    accepting: AbortHandle,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    refuse: AtomicBool,
+    swallow_confirms: AtomicBool,
+    stall: watch::Sender<bool>,
+    publishes: AtomicU64,
+    swallowed: AtomicU64,
+    acks: AtomicU64,
+}
+
+impl Proxy {
+    /// `target` is the broker's `host:port`; it may be down for now.
+    pub(crate) async fn start(target: impl Into<String>) -> Self {
+        let target = target.into();
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let port = listener.local_addr().expect("an address").port();
+        let line = Arc::new(Line::default());
+        let connections = Arc::new(Mutex::new(JoinSet::new()));
+        let accepting = tokio::spawn({
+            let (line, connections) = (line.clone(), connections.clone());
+            async move {
+                while let Ok((client, _)) = listener.accept().await {
+                    if line.refuse.load(SeqCst) {
+                        continue;
+                    }
+                    let carry = carry(client, target.clone(), line.clone());
+                    connections.lock().expect("no panic inside").spawn(carry);
+                }
+            }
+        })
+        .abort_handle();
+        Self {
+            port,
+            line,
+            connections,
+            accepting,
+        }
+    }
+
+    /// `url`, but by way of this proxy.
+    pub(crate) fn url(&self, url: &str) -> String {
+        let mut uri = parse_uri(url);
+        uri.authority.host = "127.0.0.1".to_owned();
+        uri.authority.port = self.port;
+        uri.to_string()
+    }
+
+    /// Drops the broker's `basic.ack` and `basic.nack`; all else passes. A later ack with the
+    /// `multiple` flag, once the switch is off, confirms the swallowed ones too.
+    pub(crate) fn swallow_confirms(&self, on: bool) {
+        self.line.swallow_confirms.store(on, SeqCst);
+    }
+
+    /// Reads and passes nothing in either direction, with the sockets open: a dead network.
+    pub(crate) fn stall(&self, on: bool) {
+        self.line.stall.send_replace(on);
+    }
+
+    /// Closes new connections as soon as they are made.
+    pub(crate) fn refuse(&self, on: bool) {
+        self.line.refuse.store(on, SeqCst);
+    }
+
+    /// Closes all open connections, on both sides, and returns when that is done.
+    pub(crate) async fn cut(&self) {
+        let mut open = std::mem::take(&mut *self.connections.lock().expect("no panic inside"));
+        open.shutdown().await;
+    }
+
+    /// `basic.publish` frames the clients have sent.
+    pub(crate) fn publishes(&self) -> u64 {
+        self.line.publishes.load(SeqCst)
+    }
+
+    /// `basic.ack` and `basic.nack` frames of the broker that were dropped.
+    pub(crate) fn confirms_swallowed(&self) -> u64 {
+        self.line.swallowed.load(SeqCst)
+    }
+
+    /// `basic.ack` frames the clients have sent; one with the `multiple` flag counts once.
+    pub(crate) fn acks(&self) -> u64 {
+        self.line.acks.load(SeqCst)
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        // The open connections end with the last owner of their `JoinSet`.
+        self.accepting.abort();
+    }
+}
+
+#[derive(Clone, Copy)]
+enum From {
+    Client,
+    Broker,
+}
+
+async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result<()> {
+    let broker = TcpStream::connect(target).await?;
+    // Without this, Nagle's algorithm would add some 40 ms to each small frame.
+    client.set_nodelay(true)?;
+    broker.set_nodelay(true)?;
+    let (client_in, client_out) = client.into_split();
+    let (broker_in, broker_out) = broker.into_split();
+    tokio::try_join!(
+        pump(client_in, broker_out, From::Client, &line),
+        pump(broker_in, client_out, From::Broker, &line),
+    )?;
+    Ok(())
+}
+
+/// Carries one direction, frame by frame, until it ends; then the other side is told so.
+async fn pump(
+    mut input: OwnedReadHalf,
+    mut output: OwnedWriteHalf,
+    from: From,
+    line: &Line,
+) -> io::Result<()> {
+    let mut stall = line.stall.subscribe();
+    let mut frame = Vec::new();
+    while read_frame(&mut input, &mut frame, &mut stall).await? {
+        flowing(&mut stall).await;
+        if passes(&frame, from, line) {
+            output.write_all(&frame).await?;
+        }
+    }
+    output.shutdown().await
+}
+
+/// Reads one whole frame, or answers `false` when the stream has ended.
+async fn read_frame(
+    input: &mut OwnedReadHalf,
+    frame: &mut Vec<u8>,
+    stall: &mut watch::Receiver<bool>,
+) -> io::Result<bool> {
+    frame.clear();
+    loop {
+        let missing = frame_length(frame) - frame.len();
+        if missing == 0 {
+            return Ok(true);
+        }
+        flowing(stall).await;
+        frame.reserve(missing);
+        // Read no further than this frame, so that what follows stays in the socket.
+        let mut rest = (&mut *input).take(missing as u64);
+        tokio::select! {
+            // A read that is given up here has taken nothing: `read_buf` is safe to cancel.
+            _ = stall.wait_for(|stalled| *stalled) => {}
+            read = rest.read_buf(frame) => if read? == 0 { return Ok(false) },
+        }
+    }
+}
+
+/// How long the frame is that begins like this, as far as one can tell yet.
+fn frame_length(start: &[u8]) -> usize {
+    match *start {
+        // The protocol header, "AMQP" and a version, is what a connection begins with.
+        [b'A', ..] => 8,
+        // Type, channel and size come before the payload, an end mark after it.
+        [_, _, _, a, b, c, d, ..] => 7 + u32::from_be_bytes([a, b, c, d]) as usize + 1,
+        _ => 7,
+    }
+}
+
+fn passes(frame: &[u8], from: From, line: &Line) -> bool {
+    const METHOD: u8 = 1;
+    let [
+        METHOD,
+        _,
+        _,
+        _,
+        _,
+        _,
+        _,
+        class_1,
+        class_2,
+        method_1,
+        method_2,
+        ..,
+    ] = *frame
+    else {
+        return true;
+    };
+    let class = u16::from_be_bytes([class_1, class_2]);
+    let method = u16::from_be_bytes([method_1, method_2]);
+    match (from, class, method) {
+        (From::Client, 60, 40) => line.publishes.fetch_add(1, SeqCst),
+        (From::Client, 60, 80) => line.acks.fetch_add(1, SeqCst),
+        (From::Broker, 60, 80 | 120) if line.swallow_confirms.load(SeqCst) => {
+            line.swallowed.fetch_add(1, SeqCst);
+            return false;
+        }
+        _ => 0,
+    };
+    true
+}
+
+async fn flowing(stall: &mut watch::Receiver<bool>) {
+    // The sender cannot be gone: the line that owns it is borrowed by the caller.
+    let _ = stall.wait_for(|stalled| !*stalled).await;
+}
