@@ -4,7 +4,7 @@ mod broker;
 mod connection;
 mod lapin;
 
-use std::fmt::Debug;
+use std::{fmt::Debug, sync::Arc};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
 
@@ -73,7 +73,7 @@ pub(crate) struct Subscription {
     /// Ends with `None` when the consumer was cancelled, by us or by the broker. An `Err` is the
     /// last item.
     pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
-    pub(crate) control: Box<dyn Control>,
+    pub(crate) control: Arc<dyn Control>,
 }
 
 pub(crate) trait Control: Send + Sync {

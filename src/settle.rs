@@ -51,13 +51,6 @@ struct Chance {
     decks: Decks,
 }
 
-/// What becomes of a job, as a value.
-#[derive(Debug)]
-enum Plan {
-    Ack,
-    Move(Move),
-}
-
 /// Where a job goes, and with which story.
 #[derive(Debug)]
 pub(crate) struct Move {
@@ -184,8 +177,8 @@ impl Engine {
     ) -> Receipt {
         let engine = Arc::clone(self);
         let task = match self.plan(&job, Verdict::from_result(result)) {
-            Plan::Ack => self.spawn(async move { engine.ack(&job, &*tag).await }),
-            Plan::Move(to) => {
+            None => self.spawn(async move { engine.ack(&job, &*tag).await }),
+            Some(to) => {
                 let slot = self.handoff.slot().await;
                 self.spawn(async move { engine.hand_off(Some(slot), &job, &*tag, to).await })
             }
@@ -193,11 +186,11 @@ impl Engine {
         Receipt::new(task)
     }
 
-    /// What becomes of a job after an attempt.
-    fn plan(&self, job: &Job, verdict: Verdict) -> Plan {
+    /// Where a job goes after an attempt; nowhere if it is done.
+    fn plan(&self, job: &Job, verdict: Verdict) -> Option<Move> {
         let mut story = job.story().clone();
         let decision = self.settings.policy.decide(story.retry_count, &verdict);
-        let Verdict::Failed { kind, error, .. } = verdict else { return Plan::Ack };
+        let Verdict::Failed { kind, error, .. } = verdict else { return None };
         let (now, error) = (self.now(), chain(&error));
         let failure = Failure {
             kind,
@@ -214,13 +207,13 @@ impl Engine {
         }
         story.remember(job.message(), now);
         let to = match decision {
-            Decision::Done => return Plan::Ack,
+            Decision::Done => return None,
             // A failure needs the headers, so now they are judged.
             _ if odd => To::Buried(BuriedReason::InvalidHeaders),
             Decision::Bury(reason) => To::Buried(reason),
             Decision::Retry(level) => self.place(level, &story, now),
         };
-        Plan::Move(Move { story, to, kind, error })
+        Some(Move { story, to, kind, error })
     }
 
     /// A lane of this level, or the buried queue if its delay would end after the deadline.

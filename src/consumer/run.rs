@@ -142,13 +142,16 @@ impl Run {
         let handler = Arc::clone(&self.handler);
         let after = self.handler_timeout;
         async move {
-            let call = AssertUnwindSafe(async { handler(job.job().clone()).await }).catch_unwind();
+            // The timeout is inside, so that a panic of what it drops is caught as well.
+            let call = async {
+                let called = async { handler(job.job().clone()).await };
+                let timely = tokio::time::timeout(after, called).await;
+                timely.unwrap_or_else(|_| Err(TimedOut { after }.into()))
+            };
             let result = tokio::select! {
-                called = tokio::time::timeout(after, call) => match called {
-                    Ok(Ok(result)) => result,
-                    Ok(Err(payload)) => Err(Panicked::new(&*payload).into()),
-                    Err(_) => Err(TimedOut { after }.into()),
-                },
+                called = AssertUnwindSafe(call).catch_unwind() => {
+                    called.unwrap_or_else(|payload| Err(Panicked::new(&*payload).into()))
+                }
                 () = cut.cancelled() => {
                     return job.give_back("its handler was cut short by the shutdown").await;
                 }

@@ -69,10 +69,10 @@ impl Shared {
         }
         // Those who waited while connecting failed share the failure; else each of them would
         // wait for the broker anew, one after the other.
-        if self.tries.load(Ordering::Relaxed) != tries {
-            if let Some(error) = &opening.last_error {
-                return Err(error.clone());
-            }
+        if self.tries.load(Ordering::Relaxed) != tries
+            && let Some(error) = &opening.last_error
+        {
+            return Err(error.clone());
         }
         self.tries.fetch_add(1, Ordering::Relaxed);
         match open(broker, purpose).await {
@@ -99,10 +99,11 @@ impl Shared {
     /// Opens another connection for the next user; those who still use this one keep it. A
     /// connection that the broker blocks is kept: the next one would be blocked as well.
     pub(super) fn retire(&self, number: u64) {
-        if let Some(session) = lock(&self.current).as_ref() {
-            if session.number == number && !session.connection.status().blocked() {
-                session.retired.store(true, Ordering::Relaxed);
-            }
+        if let Some(session) = lock(&self.current).as_ref()
+            && session.number == number
+            && !session.connection.status().blocked()
+        {
+            session.retired.store(true, Ordering::Relaxed);
         }
     }
 

@@ -160,12 +160,13 @@ impl Link for LapinLink {
                 Ok((channel, consumer))
             };
             let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
-            let control = Consuming { channel, tag: consumer.tag(), _session: session };
+            let control = Arc::new(Consuming { channel, tag: consumer.tag(), _session: session });
+            let open = Arc::clone(&control);
             let incoming = consumer.map(move |delivery| match delivery {
-                Ok(delivery) => Ok(incoming(delivery)),
+                Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
                 Err(error) => Err(refused(&error, &what)),
             });
-            Ok(Subscription { incoming: incoming.boxed(), control: Box::new(control) })
+            Ok(Subscription { incoming: incoming.boxed(), control })
         }
         .boxed()
     }
@@ -182,6 +183,7 @@ impl Link for LapinLink {
     }
 }
 
+#[derive(Debug)]
 struct Consuming {
     channel: Channel,
     tag: ShortString,
@@ -209,26 +211,36 @@ impl Control for Consuming {
 }
 
 #[derive(Debug)]
-struct LapinTag(Acker);
+struct LapinTag {
+    acker: Acker,
+    /// A consumer that the broker cancelled leaves its channel open, so that what is still at work
+    /// can be acked: the channel lives as long as any of its deliveries is unanswered.
+    _channel: Option<Arc<Consuming>>,
+}
 
 impl Tag for LapinTag {
     fn usable(&self) -> bool {
-        self.0.usable()
+        self.acker.usable()
     }
 
     fn ack(&self) -> BoxFuture<'_, bool> {
         // On a dead channel lapin answers `Ok(false)`, not an error.
-        self.0.ack(BasicAckOptions::default()).map(|told| told.unwrap_or(false)).boxed()
+        self.acker.ack(BasicAckOptions::default()).map(|told| told.unwrap_or(false)).boxed()
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {
         let requeue = BasicNackOptions { requeue: true, ..Default::default() };
-        self.0.nack(requeue).map(|told| told.unwrap_or(false)).boxed()
+        self.acker.nack(requeue).map(|told| told.unwrap_or(false)).boxed()
     }
 }
 
-/// Splits a delivery into what it says and the means to answer for it.
+/// A delivery of a consumer that is the user's.
 pub(crate) fn incoming(delivery: Delivery) -> Incoming {
+    split(delivery, None)
+}
+
+/// Splits a delivery into what it says and the means to answer for it.
+fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
     Incoming {
         message: Message {
             exchange: delivery.exchange,
@@ -237,6 +249,6 @@ pub(crate) fn incoming(delivery: Delivery) -> Incoming {
             properties: delivery.properties,
             body: delivery.data,
         },
-        tag: Box::new(LapinTag(delivery.acker)),
+        tag: Box::new(LapinTag { acker: delivery.acker, _channel: channel }),
     }
 }

@@ -137,7 +137,10 @@ pub(crate) fn cut(text: &str, bytes: usize) -> String {
     if text.len() <= bytes {
         return text.to_owned();
     }
-    let end = text.floor_char_boundary(bytes.saturating_sub(ELLIPSIS.len()));
+    let mut end = bytes.saturating_sub(ELLIPSIS.len());
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
     format!("{}{}", &text[..end], if bytes >= ELLIPSIS.len() { ELLIPSIS } else { "" })
 }
 

@@ -15,7 +15,9 @@ pub(crate) async fn declare(
     topology: &Topology,
     mode: Declare,
 ) -> Result<(), Error> {
-    link.check(topology.work_queue()).await.map_err(|e| about_the_work_queue(e, topology))?;
+    let explain = |error| about_permissions(error, topology.work_queue());
+    let work_queue = link.check(topology.work_queue()).await;
+    work_queue.map_err(|e| explain(about_the_work_queue(e, topology)))?;
     let needed = topology.queues().count();
     let each: Vec<_> = topology.queues().map(|queue| one(link, queue, mode)).collect();
     let mut answers = stream::iter(each).buffer_unordered(SIDE_BY_SIDE);
@@ -44,8 +46,36 @@ pub(crate) async fn declare(
                 needed - made
             ),
         )),
-        Some(error) => Err(error),
+        Some(error) => Err(explain(error)),
     }
+}
+
+/// The broker's refusal names the right and the queue; this adds the patterns that grant it.
+fn about_permissions(error: Error, work_queue: &str) -> Error {
+    if error.kind() != ErrorKind::Permission {
+        return error;
+    }
+    let name = escaped(work_queue);
+    Error::new(
+        ErrorKind::Permission,
+        format!(
+            "{error}; a worker needs configure on ^{name}\\.(retry\\..*|buried)$, write on \
+             ^amq\\.default$ and read on ^{name}($|\\.(retry\\..*|buried)$); without configure, \
+             make the queues beforehand and use declare = \"check\""
+        ),
+    )
+}
+
+/// A queue's name in a permission's pattern.
+fn escaped(name: &str) -> String {
+    let special = |c: char| c.is_ascii_punctuation() && c != '-' && c != '_';
+    name.chars().fold(String::new(), |mut pattern, c| {
+        if special(c) {
+            pattern.push('\\');
+        }
+        pattern.push(c);
+        pattern
+    })
 }
 
 async fn one(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
