@@ -4,7 +4,7 @@ mod jitter;
 mod level;
 mod outcome;
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::Deserialize;
 
@@ -108,6 +108,12 @@ impl BuriedReason {
             Self::InvalidHeaders => "invalid-headers",
             Self::TooLarge => "too-large",
         }
+    }
+}
+
+impl fmt::Display for BuriedReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 
