@@ -42,7 +42,7 @@ impl Copier<'_> {
         let mut properties = self.properties(message, id, &mut story);
         let foreign = foreign_headers(&message.properties);
         let room = self.room(&properties);
-        let headers = budget::fit(self.work_queue, &foreign, &mut story, room)?;
+        let headers = budget::fit(self.work_queue, foreign, story, room)?;
         properties = properties.with_headers(headers).with_expiration(delay_ms.to_string().into());
         Ok(Outgoing { queue: queue.to_owned(), properties, original: Arc::clone(message) })
     }
