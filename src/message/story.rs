@@ -1,5 +1,8 @@
 //! Our headers on a message, as a struct: read from a delivery, told on, written to a copy.
 
+#[cfg(test)]
+mod tests;
+
 use std::time::{Duration, SystemTime};
 
 use lapin::types::{AMQPValue, FieldArray, FieldTable};
