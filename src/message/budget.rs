@@ -314,7 +314,8 @@ mod tests {
         let start = Instant::now();
         assert_eq!(retried(&message, &story), Err(TooLarge));
         let headers = buried(&message, &story);
-        assert!(start.elapsed().as_secs() < 1, "{:?}", start.elapsed());
+        // 0.2 s on an idle machine; 47 s where each drop copies the rest.
+        assert!(start.elapsed().as_secs() < 3, "{:?}", start.elapsed());
         let left = headers.inner().keys().filter(|name| name.as_str().starts_with("header-"));
         let gone = names.len() - left.count();
         let list = text(&headers.inner()["buried-dropped-headers"]).unwrap();
