@@ -2,6 +2,7 @@
 
 mod lapin_oversized_headers;
 mod lapin_traps;
+mod properties;
 mod schedule;
 mod support;
 mod test_tools;
