@@ -1,5 +1,6 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod deadline;
 mod isolation;
 mod lapin_oversized_headers;
 mod lapin_traps;
