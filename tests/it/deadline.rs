@@ -69,6 +69,20 @@ impl Orders {
         buried.remove(0)
     }
 
+    /// As an operator does it in the management UI: "Get messages", "Publish message".
+    fn put_back(&self, taken: &Value) {
+        let answer = self.vhost.api().post(
+            &format!("exchanges/{}/amq.default/publish", self.vhost.name()),
+            &json!({
+                "properties": taken["properties"],
+                "routing_key": "orders",
+                "payload": taken["payload"],
+                "payload_encoding": taken["payload_encoding"],
+            }),
+        );
+        assert_eq!(answer["routed"], true);
+    }
+
     fn retry_counts(&self, id: &str) -> Vec<u32> {
         self.journal.attempts_of(id).iter().map(|attempt| attempt.job.retry_count()).collect()
     }
@@ -162,6 +176,23 @@ async fn a_job_that_comes_back_past_its_deadline_is_buried_without_a_run() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_comes_for_the_first_time_past_its_deadline_is_buried_without_a_run() {
+    let orders = Orders::new().await;
+    let worker = orders.worker(["1s"]).await;
+    let stamp = seconds(SystemTime::now()) - 600;
+    orders.publish("1", Duration::from_secs(60), Some(stamp)).await;
+    let ends = orders.ends(1).await;
+    worker.shutdown(Duration::from_secs(5)).await;
+    assert_eq!(ends, [("1".to_owned(), EXPIRED)]);
+    assert_eq!(orders.retry_counts("1"), [0; 0]);
+    let headers = &orders.buried()["headers"];
+    let deadline = SystemTime::UNIX_EPOCH + Duration::from_secs(stamp + 60);
+    assert_eq!(headers["retry-deadline"], text(deadline));
+    assert_eq!(headers["retry-count"], 0);
+    assert_eq!(headers["retry-original-routing-key"], "orders");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_buried_job_that_is_put_back_by_hand_goes_through_all_levels_again() {
     let orders = Orders::new().await;
     let worker = orders.worker(["100ms", "200ms"]).await;
@@ -172,18 +203,7 @@ async fn a_buried_job_that_is_put_back_by_hand_goes_through_all_levels_again() {
     assert!(buried["headers"].get("retry-exhumed-count").is_none());
 
     for exhumed in 1..=2 {
-        // As an operator does it in the management UI: "Get messages", "Publish message".
-        let answer = orders.vhost.api().post(
-            &format!("exchanges/{}/amq.default/publish", orders.vhost.name()),
-            &json!({
-                "properties": buried["properties"],
-                "routing_key": "orders",
-                "payload": buried["payload"],
-                "payload_encoding": buried["payload_encoding"],
-            }),
-        );
-        assert_eq!(answer["routed"], true);
-
+        orders.put_back(&buried);
         let rounds = exhumed + 1;
         let ends = orders.ends(rounds).await;
         assert_eq!(ends, vec![("1".to_owned(), EXHAUSTED); rounds]);
