@@ -16,7 +16,8 @@ impl Engine {
     /// The job, if it is to be run.
     pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
         let Incoming { message, tag } = incoming;
-        let story = Story::read(&message, self.queue());
+        let mut story = Story::read(&message, self.queue());
+        story.forgive(self.now());
         let job = Job::new(message, story);
         // lapin hands out what it had buffered when the channel died. Such a job is delivered
         // again, so running it now would run it twice.

@@ -247,3 +247,23 @@ async fn an_expired_job_that_is_put_back_after_its_deadline_goes_through_all_lev
     assert!(headers.get("retry-deadline").is_none(), "{headers}");
     assert_eq!(headers["retry-exhumed-count"], 1);
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_expired_job_that_is_put_back_before_its_deadline_keeps_it() {
+    let orders = Orders::new().await;
+    let worker = orders.worker(["200ms", "1h"]).await;
+    orders.publish("1", Duration::from_secs(1800), None).await;
+    let mut deadline = Value::Null;
+    for round in 1..=2 {
+        assert_eq!(orders.ends(round).await.pop(), Some(("1".to_owned(), EXPIRED)));
+        assert_eq!(orders.retry_counts("1"), [0, 1].repeat(round));
+        let buried = orders.buried();
+        if round == 1 {
+            deadline = buried["headers"]["retry-deadline"].clone();
+            orders.put_back(&buried);
+        }
+        assert!(deadline.is_string());
+        assert_eq!(buried["headers"]["retry-deadline"], deadline);
+    }
+    worker.shutdown(Duration::from_secs(5)).await;
+}
