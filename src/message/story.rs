@@ -43,6 +43,8 @@ pub(crate) struct Story {
     pub(super) original_user_id: Option<String>,
     pub(super) foreign_count: Option<AMQPValue>,
     pub(super) buried: Option<Burial>,
+    /// Put back from the buried queue, and not tried since.
+    exhumed: bool,
     /// Headers of ours whose value makes no sense. Judged only when a failure needs them.
     pub(super) odd: Vec<(&'static str, AMQPValue)>,
 }
@@ -124,6 +126,7 @@ impl Story {
             original_user_id: named(RETRY_ORIGINAL_USER_ID).and_then(text),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
+            exhumed: false,
             odd,
         };
         if headers.contains_key(BURIED_REASON) {
@@ -139,9 +142,16 @@ impl Story {
         self.busy_count = 0;
         self.crash_count = 0;
         self.first_failed_at = None;
-        self.deadline = None;
+        self.exhumed = true;
         // An odd count was what it was buried for; whoever put it back knows.
         self.odd.clear();
+    }
+
+    /// Whoever put a buried job back wants it run: a deadline that is past is forgotten.
+    pub(crate) fn forgive(&mut self, now: SystemTime) {
+        if self.exhumed {
+            self.deadline = self.deadline.filter(|deadline| *deadline > now);
+        }
     }
 
     /// Charges a failure to the job.

@@ -9,6 +9,7 @@
 #![allow(dead_code, unused_imports)]
 
 mod amqp;
+mod journal;
 mod management;
 mod proxy;
 mod vhost;
@@ -18,6 +19,7 @@ pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
     try_publish,
 };
+pub(crate) use journal::{Attempt, End, Journal, as_the_body_says};
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use vhost::{User, Vhost};
