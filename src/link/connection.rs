@@ -167,6 +167,31 @@ async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
     }
 }
 
+/// Why a consumer's connection died, if it was of a message that lapin cannot read. The message
+/// goes back to its queue, and the next connection dies of it, too.
+pub(crate) fn unreadable(error: &lapin::Error) -> Option<String> {
+    match error.kind() {
+        // The broker sends what outgrew the frame in a lane or in a quorum queue all the same.
+        // Its own complaint about a frame of ours has another text.
+        LapinErrorKind::ProtocolError(amqp)
+            if amqp.get_message().as_str().starts_with("frame too large") =>
+        {
+            Some(format!(
+                "has headers larger than a frame ({}); take it out with the management UI (\"Get \
+                 messages\" with an automatic ack), or raise frame_max in rabbitmq.conf",
+                amqp.get_message()
+            ))
+        }
+        LapinErrorKind::ParsingError(_) => Some(
+            "has properties that are not AMQP, such as a correlation id or a header's name that is \
+             not UTF-8; take it out with the management UI (\"Get messages\" with an automatic ack, \
+             which removes it even where the answer is an error 500)"
+                .to_owned(),
+        ),
+        _ => None,
+    }
+}
+
 /// Translates lapin's errors. `what` says what was tried, and on which queue.
 pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
     let LapinErrorKind::ProtocolError(amqp) = error.kind() else {

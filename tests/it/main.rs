@@ -2,5 +2,6 @@
 
 mod lapin_oversized_headers;
 mod lapin_traps;
+mod oversized;
 mod support;
 mod test_tools;
