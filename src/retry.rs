@@ -72,7 +72,7 @@ impl Retry {
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is past its deadline or has invalid headers, and is being buried.
+    /// again, or it is past its deadline, and is being buried.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] after [`close`](Self::close).

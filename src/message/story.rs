@@ -211,11 +211,6 @@ impl Story {
         !self.odd.is_empty()
     }
 
-    /// The one of them that decides before the handler is called.
-    pub(crate) fn has_odd_deadline(&self) -> bool {
-        self.odd.iter().any(|(key, _)| *key == RETRY_DEADLINE)
-    }
-
     /// The exchange that the job was published to, unless the delivery's own still tells.
     pub(crate) fn original_exchange(&self) -> Option<&str> {
         self.original_exchange.as_deref()
