@@ -1,9 +1,11 @@
 //! Keeps the headers within one frame. A larger header frame kills the connection, and the job
 //! that made it would come back and kill the next one.
 
+use std::collections::BTreeMap;
+
 use lapin::{
     BasicProperties,
-    types::{FieldTable, ShortString},
+    types::{AMQPValue, FieldTable, ShortString},
 };
 
 use super::{
@@ -50,32 +52,15 @@ pub(super) fn fit(
     story: &mut Story,
     room: usize,
 ) -> Result<FieldTable, TooLarge> {
-    let foreign_len = table_len(foreign);
-    let mut step = 0;
-    loop {
-        let mut ours = FieldTable::default();
-        story.write(work_queue, &mut ours);
-        // The odd values of a buried job are as foreign as can be, and count as such.
-        let odd: usize = story.odd.iter().map(|(key, value)| entry_len(key, value)).sum();
-        let ours_len = table_len(&ours).saturating_sub(odd);
-        if ours_len <= OURS_BYTES && foreign_len + odd + ours_len <= room {
-            let mut headers = foreign.clone();
-            for (key, value) in ours.inner() {
-                headers.insert(key.clone(), value.clone());
-            }
-            return Ok(headers);
-        }
-        if !shrink(story, &mut step) {
-            return Err(TooLarge);
-        }
-    }
+    let ours = shrunk(work_queue, table_len(foreign), story, room)?;
+    Ok(together(foreign.inner().clone(), &ours))
 }
 
 /// The headers of a copy for the buried queue. Once ours are as short as can be, foreign ones go,
 /// the largest first, and are listed with their sizes.
 pub(super) fn fit_buried(
     work_queue: &str,
-    mut foreign: FieldTable,
+    foreign: FieldTable,
     mut story: Story,
     reason: BuriedReason,
     room: usize,
@@ -88,18 +73,19 @@ pub(super) fn fit_buried(
     if let Some(burial) = &mut story.buried {
         burial.reason = BuriedReason::TooLarge;
     }
-    for (key, value) in std::mem::take(&mut story.odd) {
-        foreign.insert(key.into(), value);
-    }
+    let mut foreign_len = table_len(&foreign);
+    let mut foreign = foreign.inner().clone();
+    let kept = story.kept().map(|(key, value)| (entry_len(key, value), key.into()));
     let mut by_size: Vec<(usize, ShortString)> = foreign
-        .inner()
         .iter()
         .map(|(key, value)| (entry_len(key.as_str(), value), key.clone()))
+        .chain(kept)
         .collect();
     by_size.sort_unstable();
     let mut dropped = Vec::new();
     loop {
-        if let Ok(mut headers) = fit(work_queue, &foreign, &mut story.clone(), room) {
+        if let Ok(ours) = shrunk(work_queue, foreign_len, &mut story.clone(), room) {
+            let mut headers = together(foreign, &ours);
             let list = cut(&dropped.join(", "), DROPPED_BYTES);
             headers.insert(header::BURIED_DROPPED_HEADERS.into(), string(&list));
             return (headers, BuriedReason::TooLarge);
@@ -111,9 +97,40 @@ pub(super) fn fit_buried(
             bare.insert(header::BURIED_REASON.into(), string(BuriedReason::TooLarge.as_str()));
             return (bare, BuriedReason::TooLarge);
         };
-        foreign = without(&foreign, &key);
+        match foreign.remove(&key) {
+            Some(_) => foreign_len -= size,
+            None => story.drop_kept(key.as_str()),
+        }
         dropped.push(format!("{key} ({size} bytes)"));
     }
+}
+
+/// Ours, as short as they must be beside foreign headers of this length.
+fn shrunk(
+    work_queue: &str,
+    foreign_len: usize,
+    story: &mut Story,
+    room: usize,
+) -> Result<FieldTable, TooLarge> {
+    let mut step = 0;
+    loop {
+        let mut ours = FieldTable::default();
+        story.write(work_queue, &mut ours);
+        // What somebody else wrote is foreign under any name, and counts as such.
+        let kept: usize = story.kept().map(|(key, value)| entry_len(key, value)).sum();
+        let ours_len = table_len(&ours).saturating_sub(kept);
+        if ours_len <= OURS_BYTES && foreign_len + kept + ours_len <= room {
+            return Ok(ours);
+        }
+        if !shrink(story, &mut step) {
+            return Err(TooLarge);
+        }
+    }
+}
+
+fn together(mut foreign: BTreeMap<ShortString, AMQPValue>, ours: &FieldTable) -> FieldTable {
+    foreign.extend(ours.inner().iter().map(|(key, value)| (key.clone(), value.clone())));
+    FieldTable::from(foreign)
 }
 
 /// One step shorter; false when nothing is left to cut.
@@ -127,23 +144,11 @@ fn shrink(story: &mut Story, step: &mut u32) -> bool {
         1 => story.error = story.error.take().map(|error| cut(&error, SHORT_ERROR)),
         2 => story.error = None,
         3 => {
-            story.original_cc = None;
             story.original_user_id = None;
-            story.foreign_count = None;
-        }
-        4 => {
             story.original_exchange = None;
             story.original_routing_key = None;
         }
         _ => return false,
     }
     true
-}
-
-fn without(table: &FieldTable, key: &ShortString) -> FieldTable {
-    let kept = table.inner().iter().filter(|(name, _)| *name != key);
-    FieldTable::from(
-        kept.map(|(name, value)| (name.clone(), value.clone()))
-            .collect::<std::collections::BTreeMap<_, _>>(),
-    )
 }

@@ -92,8 +92,10 @@ impl Story {
         let deadline = time(RETRY_DEADLINE);
         let mut origin = |key| {
             let read = named(key).map(text);
-            judged(key, read != Some(None));
-            read.flatten()
+            // AMQP has no longer names.
+            let name = read.flatten().filter(|name| name.len() <= 255);
+            judged(key, name.is_some());
+            name
         };
         let mut story = Self {
             retry_count,
@@ -112,7 +114,9 @@ impl Story {
             error_kind: named(RETRY_ERROR_KIND).and_then(text).map(|kind| cut(&kind, 64)),
             history: named(RETRY_HISTORY).map(told).unwrap_or_default(),
             original_cc: named(RETRY_ORIGINAL_CC).cloned(),
-            original_user_id: named(RETRY_ORIGINAL_USER_ID).and_then(text),
+            original_user_id: named(RETRY_ORIGINAL_USER_ID)
+                .and_then(text)
+                .map(|user| cut(&user, 255)),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
             odd,
@@ -218,6 +222,23 @@ impl Story {
 
     pub(crate) fn original_routing_key(&self) -> Option<&str> {
         self.original_routing_key.as_deref()
+    }
+
+    /// The values that somebody else wrote and that we keep, under our names. They are of any size.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (&'static str, &AMQPValue)> {
+        let foreign_count = self.foreign_count.iter().map(|value| (RETRY_FOREIGN_COUNT, value));
+        let original_cc = self.original_cc.iter().map(|value| (RETRY_ORIGINAL_CC, value));
+        self.odd.iter().map(|(key, value)| (*key, value)).chain(foreign_count).chain(original_cc)
+    }
+
+    /// Leaves one of them out.
+    pub(super) fn drop_kept(&mut self, key: &str) {
+        self.odd.retain(|(name, _)| *name != key);
+        match key {
+            RETRY_FOREIGN_COUNT => self.foreign_count = None,
+            RETRY_ORIGINAL_CC => self.original_cc = None,
+            _ => {}
+        }
     }
 
     /// Writes all of it into a copy's headers.
