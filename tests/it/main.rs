@@ -1,5 +1,7 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod hostile;
+mod hostile_sizes;
 mod lapin_oversized_headers;
 mod lapin_traps;
 mod oversized;
