@@ -159,12 +159,23 @@ async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
     let place = format!("{}:{}", uri.authority.host, uri.authority.port);
     match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(refused(&error, &format!("connecting to {place}"))),
+        Ok(Err(error)) => Err(not_connected(&error, &place, &uri.authority.userinfo.username)),
         Err(_) => Err(Error::new(
             ErrorKind::Connection,
             format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
         )),
     }
+}
+
+/// Whatever the broker's code, a refused login is not a right that the user lacks on a queue.
+fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
+    let why = refused(error, &format!("connecting to {place}"));
+    let remedy = if why.kind() == ErrorKind::Permission {
+        format!("; check the name and the password of the user {user:?}")
+    } else {
+        String::new()
+    };
+    Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
 }
 
 /// Why a consumer's connection died, if it was of a message that lapin cannot read. The message
