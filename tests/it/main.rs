@@ -1,5 +1,6 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod configuration;
 mod hostile;
 mod hostile_sizes;
 mod lapin_oversized_headers;
