@@ -8,3 +8,4 @@ mod lapin_traps;
 mod oversized;
 mod support;
 mod test_tools;
+mod ways_in;
