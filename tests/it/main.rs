@@ -3,6 +3,7 @@
 mod configuration;
 mod hostile;
 mod hostile_sizes;
+mod lapin_nested_headers;
 mod lapin_oversized_headers;
 mod lapin_traps;
 mod oversized;
