@@ -36,13 +36,9 @@ impl Engine {
         Some(UnsettledJob::new(Arc::clone(self), job, tag))
     }
 
-    /// Why a job is buried without a run. Only what decides on arrival is judged here: a job that
-    /// would have succeeded is not buried for another header.
+    /// Why a job is buried without a run. A deadline that makes no sense is judged like any other
+    /// header, when the job fails: one that would have succeeded is not buried for it.
     fn refuse(&self, job: &Job) -> Option<BuriedReason> {
-        let story = job.story();
-        if story.has_odd_deadline() {
-            return Some(BuriedReason::InvalidHeaders);
-        }
         let now = self.now();
         let late = deadline(job, now).is_some_and(|deadline| deadline < now);
         late.then_some(BuriedReason::Expired)

@@ -113,7 +113,7 @@ impl RetryConsumer {
             queue,
         };
         // The first time, a refusal is the caller's to see.
-        let subscription = engine.link().consume(&how).await?;
+        let subscription = engine.link().consume(&how, false).await?;
         let (stop, stopping) = watch::channel(None);
         let ended = CancellationToken::new();
         let run = Run {

@@ -12,7 +12,9 @@ use futures_util::{Stream, StreamExt};
 use lapin::{Consumer, message::Delivery};
 
 use crate::{
-    Broker, Error, ErrorKind, Settings, Topology, UnsettledJob, link::incoming, settle::Engine,
+    Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
+    link::{incoming, unreadable},
+    settle::Engine,
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -70,7 +72,7 @@ impl Retry {
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is past its deadline or has invalid headers, and is being buried.
+    /// again, or it is past its deadline, and is being buried.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] after [`close`](Self::close).
@@ -124,14 +126,27 @@ impl Stream for Jobs {
                 }
                 Some(Err(error)) => {
                     self.consumer = None;
-                    let what = format!("consuming queue {:?}: {error}", self.engine.queue());
-                    let error = Error::new(ErrorKind::Connection, what).because(error);
-                    return Poll::Ready(Some(Err(error)));
+                    return Poll::Ready(Some(Err(ended(self.engine.queue(), error))));
                 }
                 None => self.consumer = None,
             }
         }
     }
+}
+
+fn ended(queue: &str, error: lapin::Error) -> Error {
+    let (kind, what) = match unreadable(&error) {
+        Some(why) => (
+            ErrorKind::Unreadable,
+            format!(
+                "a message near its head, or in another queue that is consumed over the same \
+                 connection, {why}; consuming again before that kills the connection again, and a \
+                 quorum queue of RabbitMQ 4 drops a message after 21 deliveries"
+            ),
+        ),
+        None => (ErrorKind::Connection, error.to_string()),
+    };
+    Error::new(kind, format!("consuming queue {queue:?}: {what}")).because(error)
 }
 
 impl fmt::Debug for Jobs {

@@ -5,6 +5,7 @@ mod unsettled;
 use std::{
     fmt::Write as _,
     future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError},
     time::{Duration, SystemTime},
 };
@@ -354,7 +355,14 @@ impl Engine {
 
 /// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are told
 /// once.
+///
+/// It is the user's code that writes them, and a panic here would leave the job without an answer.
 fn chain(error: &anyhow::Error) -> String {
+    catch_unwind(AssertUnwindSafe(|| written(error)))
+        .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
+}
+
+fn written(error: &anyhow::Error) -> String {
     let mut text = String::new();
     let mut last = String::new();
     for layer in error.chain() {

@@ -1,8 +1,9 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt};
+use rand::Rng;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
     time::Instant,
@@ -19,6 +20,9 @@ use crate::{
 
 /// A subscription that lasted this long ends a series of failures.
 const STEADY: Duration = Duration::from_secs(30);
+/// How long the consumer stays away from a queue whose head it cannot read. Each try is a delivery,
+/// and a quorum queue of RabbitMQ 4 drops a message after 21 of them.
+const UNREADABLE: Duration = Duration::from_secs(5 * 60);
 /// How long the broker may take to answer a cancel or a close before it is left alone.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -51,19 +55,15 @@ impl Run {
         let permits = Arc::new(Semaphore::new(self.concurrency));
         let handlers = TaskTracker::new();
         let cut = CancellationToken::new();
-        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
+        let mut tries = Tries::default();
         let mut next = Some(first);
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
                 Some(subscription) => {
-                    let ended = self.serve(subscription, &permits, &handlers, &cut).await;
-                    if started.elapsed() > STEADY {
-                        backoff.reset();
-                    }
-                    ended
+                    self.serve(subscription, tries.probing, &permits, &handlers, &cut).await
                 }
-                None => match self.subscribe().await {
+                None => match self.subscribe(tries.probing).await {
                     Ok(subscription) => {
                         next = Some(subscription);
                         continue;
@@ -73,9 +73,14 @@ impl Run {
             };
             let error = match ended {
                 Ended::Stopped(subscription) => break subscription,
+                Ended::Probed => {
+                    tries = Tries::default();
+                    continue;
+                }
                 Ended::Lost(error) => error,
             };
-            let wait = self.engine.with_rng(|rng| backoff.next(rng));
+            let lasted = started.elapsed();
+            let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
             tokio::select! {
                 () = self.stop() => break None,
@@ -86,10 +91,10 @@ impl Run {
     }
 
     /// Declares or verifies, then consumes: the broker may have come back without our queues.
-    async fn subscribe(&self) -> Result<Subscription, Error> {
+    async fn subscribe(&self, probe: bool) -> Result<Subscription, Error> {
         let subscribing = async {
             self.engine.redeclare().await?;
-            self.engine.link().consume(&self.how).await
+            self.engine.link().consume(&self.how, probe).await
         };
         tokio::select! {
             subscription = subscribing => subscription,
@@ -101,19 +106,29 @@ impl Run {
     async fn serve(
         &self,
         mut subscription: Subscription,
+        probe: bool,
         permits: &Arc<Semaphore>,
         handlers: &TaskTracker,
         cut: &CancellationToken,
     ) -> Ended {
+        let mut probed = pin!(tokio::time::sleep(STEADY));
+        let mut probing = probe;
         loop {
             let incoming = tokio::select! {
                 biased;
                 () = self.stop() => return Ended::Stopped(Some(subscription)),
+                () = &mut probed, if probing => {
+                    // What has been delivered still comes out, and is answered on this channel.
+                    let _ = tokio::time::timeout(FAREWELL, subscription.control.cancel()).await;
+                    probing = false;
+                    continue;
+                }
                 incoming = subscription.incoming.next() => incoming,
             };
             let incoming = match incoming {
                 Some(Ok(incoming)) => incoming,
                 Some(Err(error)) => return Ended::Lost(error),
+                None if probe && !probing => return Ended::Probed,
                 None => return Ended::Lost(self.cancelled_by_the_broker()),
             };
             let permit = tokio::select! {
@@ -217,8 +232,68 @@ impl Run {
     }
 }
 
+/// How long to wait before the next try, and which kind of try it is.
+#[derive(Debug)]
+struct Tries {
+    backoff: Backoff,
+    /// A message that cannot be read kills the connection of every consumer that shares it, and
+    /// counts as a delivery of all that was unacked there. So once that has happened each of them
+    /// goes on alone and job by job: one meets the message at its queue's head and keeps away, the
+    /// others go back to the shared connection.
+    probing: bool,
+}
+
+impl Default for Tries {
+    fn default() -> Self {
+        let backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
+        Self { backoff, probing: false }
+    }
+}
+
+impl Tries {
+    fn wait(&mut self, error: ErrorKind, lasted: Duration, rng: &mut impl Rng) -> Duration {
+        if lasted > STEADY {
+            self.backoff.reset();
+        }
+        let unreadable = error == ErrorKind::Unreadable;
+        if unreadable && self.probing {
+            return UNREADABLE;
+        }
+        self.probing |= unreadable;
+        self.backoff.next(rng)
+    }
+}
+
 enum Ended {
     /// Told to stop; the subscription still has what is unanswered.
     Stopped(Option<Subscription>),
+    /// It was a probe, and all that it met could be read.
+    Probed,
     Lost(Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{SeedableRng, rngs::SmallRng};
+
+    #[test]
+    fn only_a_probe_that_dies_of_a_message_makes_the_consumer_keep_away() {
+        let mut rng = SmallRng::seed_from_u64(1);
+        let mut tries = Tries::default();
+        let mut wait = |error, lasted| {
+            let wait = tries.wait(error, Duration::from_secs(lasted), &mut rng);
+            (wait, tries.probing)
+        };
+        assert!(!wait(ErrorKind::Connection, 0).1);
+        // It may be another queue's message: look at once, but alone.
+        let (first, probing) = wait(ErrorKind::Unreadable, 3600);
+        assert!(first <= Duration::from_secs(30) && probing);
+        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
+        assert_eq!(wait(ErrorKind::Unreadable, 3600), (UNREADABLE, true));
+        // A broker that is away says nothing about the message.
+        let (away, probing) = wait(ErrorKind::Connection, 0);
+        assert!(away <= Duration::from_secs(30) && probing);
+        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
+    }
 }

@@ -159,11 +159,47 @@ async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
     let place = format!("{}:{}", uri.authority.host, uri.authority.port);
     match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(refused(&error, &format!("connecting to {place}"))),
+        Ok(Err(error)) => Err(not_connected(&error, &place, &uri.authority.userinfo.username)),
         Err(_) => Err(Error::new(
             ErrorKind::Connection,
             format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
         )),
+    }
+}
+
+/// Whatever the broker's code, a refused login is not a right that the user lacks on a queue.
+fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
+    let why = refused(error, &format!("connecting to {place}"));
+    let remedy = if why.kind() == ErrorKind::Permission {
+        format!("; check the name and the password of the user {user:?}")
+    } else {
+        String::new()
+    };
+    Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
+}
+
+/// Why a consumer's connection died, if it was of a message that lapin cannot read. The message
+/// goes back to its queue, and the next connection dies of it, too.
+pub(crate) fn unreadable(error: &lapin::Error) -> Option<String> {
+    match error.kind() {
+        // The broker sends what outgrew the frame in a lane or in a quorum queue all the same.
+        // Its own complaint about a frame of ours has another text.
+        LapinErrorKind::ProtocolError(amqp)
+            if amqp.get_message().as_str().starts_with("frame too large") =>
+        {
+            Some(format!(
+                "has headers larger than a frame ({}); take it out with the management UI (\"Get \
+                 messages\" with an automatic ack), or raise frame_max in rabbitmq.conf",
+                amqp.get_message()
+            ))
+        }
+        LapinErrorKind::ParsingError(_) => Some(
+            "has properties that are not AMQP, such as a correlation id or a header's name that is \
+             not UTF-8; take it out with the management UI (\"Get messages\" with an automatic ack, \
+             which removes it even where the answer is an error 500)"
+                .to_owned(),
+        ),
+        _ => None,
     }
 }
 

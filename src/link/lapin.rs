@@ -15,7 +15,7 @@ use lapin::{
 
 use super::{
     Broker, Confirmed, Control, Incoming, Limits, Link, Subscribe, Subscription, Tag,
-    connection::{Purpose, Session, is_closed, is_refusal, refused},
+    connection::{Purpose, Session, Shared, is_closed, is_refusal, refused, unreadable},
 };
 use crate::{
     Error, ErrorKind,
@@ -146,25 +146,33 @@ impl Link for LapinLink {
         .boxed()
     }
 
-    fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>> {
-        async {
-            let what = format!("consuming queue {:?}", how.queue);
-            let session = self.broker.0.consuming.session(&self.broker, Purpose::Consuming).await?;
+    fn consume<'a>(
+        &'a self,
+        how: &'a Subscribe,
+        probe: bool,
+    ) -> BoxFuture<'a, Result<Subscription, Error>> {
+        async move {
+            let own = Shared::default();
+            let connection = if probe { &own } else { &self.broker.0.consuming };
+            let session = connection.session(&self.broker, Purpose::Consuming).await?;
+            let prefetch = if probe { 1 } else { how.prefetch };
             let subscribing = async {
                 let channel = session.connection.create_channel().await?;
-                channel.basic_qos(how.prefetch, BasicQosOptions::default()).await?;
+                channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
                 let options = BasicConsumeOptions::default();
                 let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
                 let consumer =
                     channel.basic_consume(queue, tag, options, how.arguments.clone()).await?;
                 Ok((channel, consumer))
             };
-            let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
+            let queue = how.queue.clone();
+            let failed = move |error| not_consuming(&error, &queue, probe);
+            let (channel, consumer) = subscribing.await.map_err(&failed)?;
             let control = Arc::new(Consuming { channel, tag: consumer.tag(), _session: session });
             let open = Arc::clone(&control);
             let incoming = consumer.map(move |delivery| match delivery {
                 Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
-                Err(error) => Err(refused(&error, &what)),
+                Err(error) => Err(failed(error)),
             });
             Ok(Subscription { incoming: incoming.boxed(), control })
         }
@@ -181,6 +189,24 @@ impl Link for LapinLink {
             frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
         }
     }
+}
+
+/// Why a consumer has ended. Every consumer on a connection is told the same, whichever queue the
+/// message that killed it was in.
+fn not_consuming(error: &lapin::Error, queue: &str, probe: bool) -> Error {
+    let Some(why) = unreadable(error) else {
+        return refused(error, &format!("consuming queue {queue:?}"));
+    };
+    let text = if probe {
+        format!("consuming queue {queue:?}: a message at its head {why}")
+    } else {
+        format!(
+            "consuming queue {queue:?}: a message near its head, or in another queue that is \
+             consumed over the same connection, {why}; the next try, on a connection of its own, \
+             tells which"
+        )
+    };
+    Error::new(ErrorKind::Unreadable, text).because(error.clone())
 }
 
 #[derive(Debug)]

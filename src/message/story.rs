@@ -103,8 +103,10 @@ impl Story {
         let deadline = time(RETRY_DEADLINE);
         let mut origin = |key| {
             let read = named(key).map(text);
-            judged(key, read != Some(None));
-            read.flatten()
+            // AMQP has no longer names.
+            let name = read.flatten().filter(|name| name.len() <= 255);
+            judged(key, name.is_some());
+            name
         };
         let mut story = Self {
             retry_count,
@@ -123,7 +125,9 @@ impl Story {
             error_kind: named(RETRY_ERROR_KIND).and_then(text).map(|kind| cut(&kind, 64)),
             history: named(RETRY_HISTORY).map(told).unwrap_or_default(),
             original_cc: named(RETRY_ORIGINAL_CC).cloned(),
-            original_user_id: named(RETRY_ORIGINAL_USER_ID).and_then(text),
+            original_user_id: named(RETRY_ORIGINAL_USER_ID)
+                .and_then(text)
+                .map(|user| cut(&user, 255)),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
             exhumed: false,
@@ -230,11 +234,6 @@ impl Story {
         !self.odd.is_empty()
     }
 
-    /// The one of them that decides before the handler is called.
-    pub(crate) fn has_odd_deadline(&self) -> bool {
-        self.odd.iter().any(|(key, _)| *key == RETRY_DEADLINE)
-    }
-
     /// The exchange that the job was published to, unless the delivery's own still tells.
     pub(crate) fn original_exchange(&self) -> Option<&str> {
         self.original_exchange.as_deref()
@@ -242,6 +241,20 @@ impl Story {
 
     pub(crate) fn original_routing_key(&self) -> Option<&str> {
         self.original_routing_key.as_deref()
+    }
+
+    /// The values that somebody else wrote and that we keep, under our names. They are of any size.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &AMQPValue)> {
+        let foreign_count = self.foreign_count.iter().map(|value| (RETRY_FOREIGN_COUNT, value));
+        let original_cc = self.original_cc.iter().map(|value| (RETRY_ORIGINAL_CC, value));
+        self.odd.iter().map(|(key, value)| (*key, value)).chain(foreign_count).chain(original_cc)
+    }
+
+    /// Leaves some of them out.
+    pub(super) fn drop_kept(&mut self, goes: impl Fn(&str) -> bool) {
+        self.odd.retain(|(name, _)| !goes(name));
+        self.foreign_count.take_if(|_| goes(RETRY_FOREIGN_COUNT));
+        self.original_cc.take_if(|_| goes(RETRY_ORIGINAL_CC));
     }
 
     /// Writes all of it into a copy's headers.
@@ -298,11 +311,7 @@ pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
         1 => story.error = story.error.take().map(|error| cut(&error, SHORT_ERROR_BYTES)),
         2 => story.error = None,
         3 => {
-            story.original_cc = None;
             story.original_user_id = None;
-            story.foreign_count = None;
-        }
-        4 => {
             story.original_exchange = None;
             story.original_routing_key = None;
         }

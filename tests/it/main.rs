@@ -1,12 +1,18 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod configuration;
 mod deadline;
 mod definitions;
+mod hostile;
+mod hostile_sizes;
 mod isolation;
+mod lapin_nested_headers;
 mod lapin_oversized_headers;
 mod lapin_traps;
+mod oversized;
 mod properties;
 mod rolling_deploy;
 mod schedule;
 mod support;
 mod test_tools;
+mod ways_in;

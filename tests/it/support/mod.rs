@@ -12,6 +12,8 @@ mod amqp;
 mod journal;
 mod management;
 mod proxy;
+mod raw;
+mod scene;
 mod vhost;
 mod wait;
 
@@ -22,6 +24,8 @@ pub(crate) use amqp::{
 pub(crate) use journal::{Attempt, End, Journal, as_the_body_says};
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
+pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
+pub(crate) use scene::{BURIED, Scene, Seen, WORK, header, quick, text};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
 
