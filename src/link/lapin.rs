@@ -90,10 +90,9 @@ impl LapinLink {
                 session.put_back(channel);
                 Confirmed::Returned(returned.reply_text.to_string())
             }
-            Ok(Ok(Confirmation::Nack(_))) => {
-                session.put_back(channel);
-                Confirmed::Nacked
-            }
+            // The channel is not used again: a quorum queue that was full tells those channels that
+            // met it so, and RabbitMQ 3.10 does not tell them when a policy's limit is lifted.
+            Ok(Ok(Confirmation::Nack(_))) => Confirmed::Nacked,
             Ok(Ok(Confirmation::NotRequested)) => {
                 undecided("the channel was not in confirm mode".to_owned())
             }
