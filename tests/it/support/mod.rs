@@ -9,6 +9,8 @@
 #![allow(dead_code, unused_imports)]
 
 mod amqp;
+mod bench;
+mod ledger;
 mod management;
 mod proxy;
 mod vhost;
@@ -18,6 +20,8 @@ pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
     try_publish,
 };
+pub(crate) use bench::{Bench, settle_all};
+pub(crate) use ledger::Ledger;
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use vhost::{User, Vhost};

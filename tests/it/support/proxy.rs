@@ -33,6 +33,7 @@ struct Line {
     refuse: AtomicBool,
     swallow_confirms: AtomicBool,
     stall: watch::Sender<bool>,
+    opened: AtomicU64,
     publishes: AtomicU64,
     swallowed: AtomicU64,
     acks: AtomicU64,
@@ -53,6 +54,7 @@ impl Proxy {
                     if line.refuse.load(SeqCst) {
                         continue;
                     }
+                    line.opened.fetch_add(1, SeqCst);
                     let carry = carry(client, target.clone(), line.clone());
                     connections.lock().expect("no panic inside").spawn(carry);
                 }
@@ -95,6 +97,11 @@ impl Proxy {
     pub(crate) async fn cut(&self) {
         let mut open = std::mem::take(&mut *self.connections.lock().expect("no panic inside"));
         open.shutdown().await;
+    }
+
+    /// Connections that were accepted so far, those that are closed by now included.
+    pub(crate) fn opened(&self) -> u64 {
+        self.line.opened.load(SeqCst)
     }
 
     /// `basic.publish` frames the clients have sent.
