@@ -245,3 +245,25 @@ async fn settle_returns_before_the_confirm_and_its_receipt_after() {
     bench.holds(Bench::LANE, 1).await;
     assert!((&mut receipt).now_or_never().is_none(), "the broker has it, but did not say so");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for_a_slot() {
+    let bench = Bench::new().await;
+    let ids = bench.fill(3).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let settings = bench.settings().hand_offs(1).confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
+    publishing.swallow_confirms(true);
+    let channel = bench.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 3).await;
+    for first in [true, false, false] {
+        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let accepted = job.settle(Err(anyhow!("no"))).now_or_never();
+        assert!(accepted.is_none() || first, "the only slot is taken");
+    }
+    eventually("one is in flight", PATIENCE, async || publishing.confirms_swallowed() == 1).await;
+    publishing.swallow_confirms(false);
+    publishing.cut().await;
+    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == ids).await;
+    within("close", retry.close()).await.unwrap();
+}
