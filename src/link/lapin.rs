@@ -1,6 +1,6 @@
 //! The seam's implementation with lapin.
 
-use std::{sync::Arc, time::Duration};
+use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt, future::BoxFuture};
 use lapin::{
@@ -25,6 +25,8 @@ use crate::{
 
 /// What RabbitMQ negotiates unless told otherwise, in bytes.
 const FRAME_MAX: u32 = 131_072;
+/// How often an ack that is not written yet looks whether its channel died.
+const DEAD_CHECK: Duration = Duration::from_secs(1);
 
 /// One work queue's way to a broker.
 #[derive(Debug)]
@@ -223,13 +225,31 @@ impl Tag for LapinTag {
     }
 
     fn ack(&self) -> BoxFuture<'_, bool> {
-        // On a dead channel lapin answers `Ok(false)`, not an error.
-        self.acker.ack(BasicAckOptions::default()).map(|told| told.unwrap_or(false)).boxed()
+        self.answered(self.acker.ack(BasicAckOptions::default())).boxed()
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {
         let requeue = BasicNackOptions { requeue: true, ..Default::default() };
-        self.acker.nack(requeue).map(|told| told.unwrap_or(false)).boxed()
+        self.answered(self.acker.nack(requeue)).boxed()
+    }
+}
+
+impl LapinTag {
+    /// On a dead channel lapin answers `Ok(false)`, not an error. To what it was told while the
+    /// connection was dying it never answers at all.
+    async fn answered(&self, answer: impl Future<Output = lapin::Result<bool>> + Send) -> bool {
+        let mut answer = pin!(answer);
+        loop {
+            tokio::select! {
+                biased;
+                told = &mut answer => return told.unwrap_or(false),
+                () = tokio::time::sleep(DEAD_CHECK) => {
+                    if self.acker.poisoned() {
+                        return false;
+                    }
+                }
+            }
+        }
     }
 }
 

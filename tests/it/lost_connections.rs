@@ -166,6 +166,36 @@ async fn a_consumer_comes_back_after_an_operator_closed_its_connection() {
     .await;
 }
 
+/// An answer that lapin never gives must leave nothing waiting, else a shutdown would wait with it.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_job_of_a_consumer_is_lost_or_stuck_while_both_connections_are_cut_again_and_again() {
+    let bench = Bench::new().await;
+    let ids = bench.fill(3_000).await;
+    let proxy = Proxy::start(broker_addr()).await;
+    let handle = RetryConsumer::builder(proxy.url(&bench.vhost.url()), "work")
+        .settings(bench.settings())
+        .handler(|job: Job| async move {
+            if job.id().parse::<u32>()? % 2 == 0 { Err(anyhow!("no")) } else { Ok(()) }
+        })
+        .start()
+        .await
+        .unwrap();
+    for cut in 1..=8 {
+        eventually("jobs go on", PATIENCE, async || proxy.acks() >= 200 * cut).await;
+        proxy.cut().await;
+    }
+    eventually("all are settled", 3 * PATIENCE, async || {
+        &bench.ledger.done() | &bench.ledger.handed_off() == ids
+    })
+    .await;
+    // Stale acks may still bring some back.
+    bench.holds("work", 0).await;
+    within("shutdown", handle.shutdown(Duration::from_secs(120))).await;
+    bench.holds("work", 0).await;
+    let there: BTreeSet<String> = bench.look(Bench::LANE).await.into_iter().collect();
+    assert_eq!(&there | &bench.ledger.done(), ids);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_comes_back_when_its_deleted_queue_is_declared_again() {
     let bench = Bench::new().await;
