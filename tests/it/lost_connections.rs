@@ -89,6 +89,27 @@ async fn nothing_is_lost_while_the_publishing_connection_is_cut_again_and_again(
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), ids);
 }
 
+/// Every try to connect costs the broker, and lapin keeps some memory for each that failed.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_waiting_hand_offs_do_not_mean_many_tries_to_connect() {
+    let bench = Bench::new().await;
+    let ids = bench.fill(300).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let retry =
+        Retry::attach(publishing.url(&bench.vhost.url()), "work", bench.settings()).await.unwrap();
+    publishing.refuse(true);
+    publishing.cut().await;
+    let channel = bench.connection.create_channel().await.unwrap();
+    let _running = settle_all(&retry, consume(&channel, "work", 300).await, |_| Err(anyhow!("no")));
+    eventually("hundreds failed", 2 * PATIENCE, async || bench.ledger.refused() >= 400).await;
+    let opened = publishing.opened();
+    assert!(opened < 40, "{opened} connections for 400 tries");
+
+    publishing.refuse(false);
+    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == ids).await;
+    within("close", retry.close()).await.unwrap();
+}
+
 /// How often each job was run, and a gate that the handlers wait at.
 #[derive(Clone)]
 struct Runs {

@@ -51,10 +51,10 @@ impl Proxy {
             let (line, connections) = (line.clone(), connections.clone());
             async move {
                 while let Ok((client, _)) = listener.accept().await {
+                    line.opened.fetch_add(1, SeqCst);
                     if line.refuse.load(SeqCst) {
                         continue;
                     }
-                    line.opened.fetch_add(1, SeqCst);
                     let carry = carry(client, target.clone(), line.clone());
                     connections.lock().expect("no panic inside").spawn(carry);
                 }
@@ -99,7 +99,7 @@ impl Proxy {
         open.shutdown().await;
     }
 
-    /// Connections that were accepted so far, those that are closed by now included.
+    /// Connections that clients have opened so far, the closed and the refused ones included.
     pub(crate) fn opened(&self) -> u64 {
         self.line.opened.load(SeqCst)
     }
