@@ -69,21 +69,21 @@ impl LapinLink {
                 return not_sent("the broker opened no channel in time");
             }
         };
-        let confirmation = async {
-            let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-            let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
-            let body = &copy.original.body;
-            let publish = channel.basic_publish("".into(), queue, options, body, properties);
-            match publish.await {
-                Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
-                // Found closed before anything was written.
-                Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
+        let answer = {
+            let mut confirmation = pin!(self.confirmation(&channel, copy));
+            loop {
+                match tokio::time::timeout(self.confirm_timeout, &mut confirmation).await {
+                    // Sent as an alarm began. The answer comes when the alarm is over, and until
+                    // then there is no other way to publish.
+                    Err(_) if session.connection.status().blocked() => {}
+                    answer => break answer,
+                }
             }
         };
         let undecided = |why: String| Confirmed::Undecided(session.number, why);
         // A channel goes back only with nothing in flight on it, so that a return is never taken
         // for another publish's: lapin attaches returns to whatever confirm comes next.
-        match tokio::time::timeout(self.confirm_timeout, confirmation).await {
+        match answer {
             Ok(Ok(Confirmation::Ack(None))) => {
                 session.put_back(channel);
                 Confirmed::Yes
@@ -103,6 +103,24 @@ impl LapinLink {
             }
             Ok(Err((false, error))) => undecided(error.to_string()),
             Err(_) => undecided(format!("no confirm within {:?}", self.confirm_timeout)),
+        }
+    }
+
+    /// Publishes and waits for the confirm. An error comes with whether the copy is sure not to be
+    /// on the broker.
+    async fn confirmation(
+        &self,
+        channel: &Channel,
+        copy: &Outgoing,
+    ) -> Result<Confirmation, (bool, lapin::Error)> {
+        let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+        let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
+        let body = &copy.original.body;
+        let publish = channel.basic_publish("".into(), queue, options, body, properties);
+        match publish.await {
+            Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
+            // Found closed before anything was written.
+            Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
         }
     }
 }
