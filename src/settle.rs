@@ -11,7 +11,7 @@ use std::{
 };
 
 use rand::rngs::SmallRng;
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, sync::oneshot};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
@@ -155,7 +155,7 @@ impl Engine {
         }
         self.giving_up.cancel();
         let left = self.tasks.len();
-        // Those that wait between tries end now; one that waits for a confirm, at its timeout.
+        // Those that wait between tries or for a slot end now; one that waits for a confirm, at its timeout.
         let last = self.settings.confirm_timeout + Duration::from_secs(1);
         let _ = tokio::time::timeout(last, self.tasks.wait()).await;
         Err(Error::new(
@@ -179,12 +179,30 @@ impl Engine {
         let engine = Arc::clone(self);
         let task = match self.plan(&job, Verdict::from_result(result)) {
             None => self.spawn(async move { engine.ack(&job, &*tag).await }),
+            // The wait for a slot is part of the task, so that close() knows of it, and a caller
+            // who gives up waiting leaves no job behind that nobody settles.
             Some(to) => {
-                let slot = self.handoff.slot().await;
-                self.spawn(async move { engine.hand_off(Some(slot), &job, &*tag, to).await })
+                let (accepted, accepting) = oneshot::channel();
+                let task = self.spawn(async move {
+                    let Some(slot) = engine.slot().await else { return Settled::Stale };
+                    let _ = accepted.send(());
+                    engine.hand_off(Some(slot), &job, &*tag, to).await
+                });
+                // An error means that the task has ended already.
+                let _ = accepting.await;
+                task
             }
         };
         Receipt::new(task)
+    }
+
+    /// A free hand-off slot; none if it is too late for one.
+    async fn slot(&self) -> Option<Slot> {
+        tokio::select! {
+            biased;
+            () = self.giving_up.cancelled() => None,
+            slot = self.handoff.slot() => Some(slot),
+        }
     }
 
     /// Where a job goes after an attempt; nowhere if it is done.
@@ -258,7 +276,10 @@ impl Engine {
         let (copy, event, settled) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
-                None => self.handoff.slot().await,
+                None => match self.slot().await {
+                    Some(slot) => slot,
+                    None => return Settled::Stale,
+                },
             };
             // The broker delivers it again, so a copy would be one too many.
             if !tag.usable() {

@@ -197,9 +197,11 @@ impl Run {
         handlers.close();
         if tokio::time::timeout_at(deadline, handlers.wait()).await.is_err() {
             cut.cancel();
-            handlers.wait().await;
         }
-        let left = deadline.saturating_duration_since(Instant::now()).max(FAREWELL);
+        // Outcomes that wait for a hand-off slot are waited for as long as the hand-offs are.
+        let end = deadline.max(Instant::now() + FAREWELL);
+        let _ = tokio::time::timeout_at(end, handlers.wait()).await;
+        let left = end.saturating_duration_since(Instant::now());
         if let Err(error) = self.engine.close(left).await {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }

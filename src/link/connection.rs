@@ -14,8 +14,10 @@ use lapin::{
     protocol::{AMQPErrorKind, AMQPSoftError},
 };
 
+use tokio::time::Instant;
+
 use super::Broker;
-use crate::{Error, ErrorKind};
+use crate::{Error, ErrorKind, clock::Backoff};
 
 /// How long connecting may take. A broker that is stopped still accepts connections.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -29,10 +31,25 @@ pub(super) struct Shared {
     tries: AtomicU64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Opening {
     opened: u64,
     last_error: Option<Error>,
+    /// However many users ask for it, a connection that cannot be opened is tried in the rhythm of
+    /// one.
+    backoff: Backoff,
+    next_try: Instant,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self {
+            opened: 0,
+            last_error: None,
+            backoff: Backoff::new(Duration::from_millis(100), Duration::from_secs(5)),
+            next_try: Instant::now(),
+        }
+    }
 }
 
 /// One connection's life. It is closed when the last user lets go of it.
@@ -74,11 +91,13 @@ impl Shared {
         {
             return Err(error.clone());
         }
+        tokio::time::sleep_until(opening.next_try).await;
         self.tries.fetch_add(1, Ordering::Relaxed);
         match open(broker, purpose).await {
             Ok(connection) => {
                 opening.opened += 1;
                 opening.last_error = None;
+                opening.backoff.reset();
                 let session = Arc::new(Session {
                     number: opening.opened,
                     connection,
@@ -91,6 +110,7 @@ impl Shared {
             Err(error) => {
                 *lock(&self.current) = None;
                 opening.last_error = Some(error.clone());
+                opening.next_try = Instant::now() + opening.backoff.next(&mut rand::rng());
                 Err(error)
             }
         }

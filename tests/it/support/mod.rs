@@ -9,7 +9,9 @@
 #![allow(dead_code, unused_imports)]
 
 mod amqp;
+mod bench;
 mod journal;
+mod ledger;
 mod management;
 mod proxy;
 mod raw;
@@ -21,7 +23,9 @@ pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
     try_publish,
 };
+pub(crate) use bench::{Bench, settle_all};
 pub(crate) use journal::{Attempt, End, Journal, as_the_body_says};
+pub(crate) use ledger::Ledger;
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
