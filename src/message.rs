@@ -26,6 +26,11 @@ pub(crate) struct Message {
     pub(crate) body: Vec<u8>,
 }
 
+/// The string in a header, if it is one.
+pub(crate) fn text_header(properties: &BasicProperties, name: &str) -> Option<String> {
+    header::text(properties.headers().as_ref()?.inner().get(name)?)
+}
+
 /// A copy on its way to one queue, through the default exchange.
 #[derive(Clone)]
 pub(crate) struct Outgoing {
