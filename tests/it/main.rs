@@ -1,5 +1,6 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod definitions;
 mod lapin_oversized_headers;
 mod lapin_traps;
 mod support;

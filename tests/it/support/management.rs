@@ -54,6 +54,12 @@ impl Management {
         expect_json("POST", path, self.request("POST", path, Some(body)))
     }
 
+    /// Imports a definitions file into the vhost, as the management UI does.
+    pub(crate) fn import(&self, definitions: &Value) {
+        let path = format!("definitions/{}", self.vhost);
+        expect_success("POST", &path, self.request("POST", &path, Some(definitions)));
+    }
+
     pub(crate) fn delete(&self, path: &str) {
         expect_success("DELETE", path, self.request("DELETE", path, None));
     }

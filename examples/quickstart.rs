@@ -1,0 +1,173 @@
+//! Three dozen jobs, some of which fail: each attempt as it happens, and what became of each job.
+//!
+//! ```sh
+//! scripts/with-broker cargo run --example quickstart
+//! ```
+//!
+//! A job that fails comes back after at most 1 s, then 2 s, then 4 s. If it fails once more it is
+//! buried: moved to the queue `quickstart.buried`, with its story in its headers.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    env,
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, ensure};
+use lapin_retry::{
+    Event, Job, QueueType, RetryConsumer, RetryPolicy, Topology,
+    lapin::{
+        BasicProperties, Connection, ConnectionProperties, options::*, types::*, uri::AMQPUri,
+    },
+};
+use serde::{Deserialize, Serialize};
+use tokio::{sync::mpsc, time::timeout_at};
+
+const QUEUE: &str = "quickstart";
+
+/// So many mails, each refused so many times before it is sent. One more job is no mail at all.
+const MAILS: [(usize, u32); 4] = [(24, 0), (6, 1), (4, 3), (1, u32::MAX)];
+
+/// What a job carries.
+#[derive(Clone, Serialize, Deserialize)]
+struct Mail {
+    refusals: u32,
+}
+
+/// The handler. `Ok` is done, an error is tried again; a body that is no `Mail` is buried at once.
+async fn send(job: &Job) -> anyhow::Result<()> {
+    let mail: Mail = job.decode()?;
+    ensure!(job.retry_count() >= mail.refusals, "mail server busy");
+    Ok(())
+}
+
+#[tokio::main]
+async fn main() -> anyhow::Result<()> {
+    let url = env::var("AMQP_URL").unwrap_or_else(|_| "amqp://localhost".to_owned());
+    let policy = RetryPolicy::new([1, 2, 4]); // seconds
+    let jobs = publish_jobs(&url, &policy).await?;
+    let (ui, vhost) = management_ui(&url);
+    println!("{jobs} jobs are in the queue {QUEUE}. Watch those that fail wait in their lanes:");
+    println!("  {ui}/#/queues (filter: {QUEUE}.retry)\n");
+
+    let (tell, events) = mpsc::unbounded_channel();
+    let times = Times::default();
+    let clock = Arc::clone(&times);
+    let consumer = RetryConsumer::builder(url, QUEUE)
+        .policy(policy)
+        .on_event(move |event| drop(tell.send(event.clone())))
+        .handler(move |job: Job| {
+            let clock = Arc::clone(&clock);
+            async move {
+                let start = Instant::now();
+                let result = send(&job).await;
+                clock.lock().unwrap().insert(job.id().to_owned(), (start, Instant::now()));
+                result
+            }
+        })
+        .start()
+        .await?;
+    let ends = report(jobs, events, &times).await?;
+    consumer.shutdown(Duration::from_secs(1)).await;
+
+    let open = jobs - ends.len();
+    let mut alike = BTreeMap::<_, u32>::new();
+    for (outcome, attempts) in ends.into_values() {
+        *alike.entry((outcome != "done", attempts, outcome)).or_default() += 1;
+    }
+    println!("\njobs  attempts  what became of them");
+    for ((_, attempts, outcome), jobs) in alike {
+        println!("{jobs:>4}  {attempts:>8}  {outcome}");
+    }
+    println!("\nThe buried jobs are kept, each with its story in its headers (\"Get messages\"):");
+    println!("  {ui}/#/queues/{vhost}/{QUEUE}.buried");
+    ensure!(open == 0, "{open} jobs did not come to their end in time");
+    Ok(())
+}
+
+/// When the last attempt of each job began, and when it ended.
+type Times = Arc<Mutex<HashMap<String, (Instant, Instant)>>>;
+
+/// Prints each attempt until every job is done or buried. How each ended, after how many attempts.
+async fn report(
+    jobs: usize,
+    mut events: mpsc::UnboundedReceiver<Event>,
+    times: &Times,
+) -> anyhow::Result<HashMap<String, (String, u32)>> {
+    println!("   time  job      attempt   wanted     real  outcome");
+    let start = Instant::now();
+    let limit = start + Duration::from_secs(25);
+    let (mut waiting, mut ends) = (HashMap::new(), HashMap::new());
+    while ends.len() < jobs {
+        let Ok(event) = timeout_at(limit.into(), events.recv()).await else { break };
+        let (job, outcome, delay) = match event.context("the consumer is gone")? {
+            Event::Done { job, .. } => (job, "done".to_owned(), None),
+            Event::Buried { job, reason, .. } => {
+                (job, format!("buried: {}", reason.as_str()), None)
+            }
+            Event::Retried { job, delay, error, .. } => {
+                (job, format!("{error}; again in {}", seconds(delay)), Some(delay))
+            }
+            _ => continue,
+        };
+        let (id, attempt) = (job.id().to_owned(), job.retry_count() + 1);
+        let (began, ended) = times.lock().unwrap()[&id];
+        let (wanted, real) = match waiting.remove(&id) {
+            Some((since, wanted)) => (seconds(wanted), seconds(began - since)),
+            None => Default::default(),
+        };
+        let time = start.elapsed().as_secs_f64();
+        println!("{time:>5.2} s  {id:<7}  {attempt:>7}  {wanted:>7}  {real:>7}  {outcome}");
+        if let Some(delay) = delay {
+            waiting.insert(id, (ended, delay));
+        } else {
+            ends.insert(id, (outcome, attempt));
+        }
+    }
+    Ok(ends)
+}
+
+fn seconds(duration: Duration) -> String {
+    format!("{:.3} s", duration.as_secs_f64())
+}
+
+/// Deletes what an earlier run left, makes the work queue, and fills it. How many jobs there are.
+async fn publish_jobs(url: &str, policy: &RetryPolicy) -> anyhow::Result<usize> {
+    let connection = Connection::connect(url, ConnectionProperties::default())
+        .await
+        .context("connecting to the RabbitMQ at AMQP_URL")?;
+    let channel = connection.create_channel().await?;
+    let topology = Topology::new(QUEUE, policy, QueueType::Quorum)?;
+    for queue in topology.queues().map(|queue| queue.name.as_str()).chain([QUEUE]) {
+        channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
+    }
+    let mut arguments = FieldTable::default();
+    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    channel.queue_declare(QUEUE.into(), QueueDeclareOptions::durable(), arguments).await?;
+    channel.confirm_select(ConfirmSelectOptions::default()).await?;
+
+    let mails = MAILS.into_iter().flat_map(|(mails, refusals)| vec![Mail { refusals }; mails]);
+    let mut bodies = mails.map(|mail| serde_json::to_vec(&mail)).collect::<Result<Vec<_>, _>>()?;
+    bodies.push(b"no mail".to_vec());
+    for (number, body) in bodies.iter().enumerate() {
+        let properties = BasicProperties::default()
+            .with_message_id(format!("mail-{:02}", number + 1).into())
+            .with_content_type("application/json".into())
+            .with_delivery_mode(2);
+        let options = BasicPublishOptions::default();
+        channel.basic_publish("".into(), QUEUE.into(), options, body, properties).await?.await?;
+    }
+    connection.close(200, "published".into()).await?;
+    Ok(bodies.len())
+}
+
+/// The address of the management UI without a password, and the vhost as it is written there.
+fn management_ui(amqp_url: &str) -> (String, String) {
+    let url =
+        env::var("RABBITMQ_MANAGEMENT_URL").unwrap_or_else(|_| "http://localhost:15672".to_owned());
+    let (scheme, rest) = url.split_once("://").unwrap_or(("http", &url));
+    let host = rest.rsplit('@').next().unwrap_or(rest).trim_end_matches('/');
+    let vhost = amqp_url.parse::<AMQPUri>().map_or("/".to_owned(), |uri| uri.vhost);
+    (format!("{scheme}://{host}"), vhost.replace('/', "%2F"))
+}

@@ -1,0 +1,106 @@
+//! The worked topology in `topology/` is what the code declares.
+
+use lapin_retry::{Declare, Retry, RetryPolicy, Settings};
+use serde::Deserialize;
+use serde_json::{Value, json};
+
+use crate::support::{
+    PATIENCE, QueueType, Vhost, confirm_channel, connect, declare_work_queue, eventually,
+};
+
+#[path = "../../examples/definitions.rs"]
+#[expect(dead_code, reason = "the example's main")]
+mod example;
+
+const TOML: &str = include_str!("../../topology/orders.toml");
+const COMMITTED: &str = include_str!("../../topology/definitions.json");
+
+#[test]
+fn the_definitions_file_is_what_the_example_prints() {
+    assert_eq!(
+        COMMITTED,
+        example::definitions(TOML).unwrap(),
+        "run: cargo run --example definitions -- topology/orders.toml > topology/definitions.json"
+    );
+}
+
+#[test]
+fn a_queue_name_stands_for_itself_in_the_shield_of_the_definitions() {
+    let toml = "queue = \"a.b+c_d-e\"\n[policy]\nlevels = [1]";
+    let definitions: Value = serde_json::from_str(&example::definitions(toml).unwrap()).unwrap();
+    assert_eq!(definitions["policies"][0]["pattern"], r"^a\.b\+c_d-e\.(retry\..*|buried)$");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn imported_queues_are_those_that_a_worker_declares() {
+    let (imported, declared) = (Vhost::new().await, Vhost::new().await);
+    imported.api().import(&committed());
+    for mode in [Declare::Create, Declare::Check] {
+        attach(&imported.url(), mode).await.close().await.unwrap();
+    }
+
+    let connection = connect(&declared.url()).await;
+    let channel = confirm_channel(&connection).await;
+    declare_work_queue(&channel, "orders", QueueType::Quorum).await;
+    attach(&declared.url(), Declare::Create).await.close().await.unwrap();
+
+    let queues = queues(&imported);
+    assert_eq!(queues.len(), 58);
+    assert_eq!(queues, self::queues(&declared));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_shield_of_the_definitions_keeps_other_policies_off_our_queues_alone() {
+    let vhost = Vhost::new().await;
+    vhost.api().set_policy("theirs", "^orders", 999, &json!({ "message-ttl": 1 }));
+    vhost.api().import(&committed());
+    let names = vhost.api().queues();
+    assert_eq!(names.len(), 58);
+    for name in names {
+        let (policy, definition) = match name.as_str() {
+            "orders" => ("theirs", json!({ "message-ttl": 1 })),
+            _ => ("lapin-retry-orders", json!({ "overflow": "reject-publish" })),
+        };
+        // A policy takes effect a moment later.
+        eventually(&format!("{policy} on {name}"), PATIENCE, async || {
+            let queue = vhost.api().queue(&name).unwrap();
+            queue["policy"] == policy && queue["effective_policy_definition"] == definition
+        })
+        .await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_worker_may_do_with_the_permissions_of_the_topology_readme_what_it_must() {
+    let vhost = Vhost::new().await;
+    vhost.api().import(&committed());
+    let (ours, all) = (r"^orders\.(retry\..*|buried)$", r"^orders($|\.(retry\..*|buried)$)");
+    for (mode, configure) in [(Declare::Create, ours), (Declare::Check, "^$")] {
+        let worker = vhost.user(configure, r"^amq\.default$", all);
+        attach(&worker.url(), mode).await.close().await.unwrap();
+    }
+}
+
+fn committed() -> Value {
+    serde_json::from_str(COMMITTED).unwrap()
+}
+
+async fn attach(url: &str, mode: Declare) -> Retry {
+    #[derive(Deserialize)]
+    struct File {
+        queue: String,
+        policy: RetryPolicy,
+    }
+    let file: File = toml::from_str(TOML).unwrap();
+    Retry::attach(url, &file.queue, Settings::new(file.policy).declare(mode)).await.unwrap()
+}
+
+/// What was declared about each queue of the vhost.
+fn queues(vhost: &Vhost) -> Vec<Value> {
+    let describe = |name: String| {
+        let queue = vhost.api().queue(&name).unwrap();
+        let told = ["name", "arguments", "durable", "auto_delete", "exclusive", "type"];
+        told.iter().map(|&key| (key.to_owned(), queue[key].clone())).collect()
+    };
+    vhost.api().queues().into_iter().map(describe).collect()
+}
