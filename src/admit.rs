@@ -1,19 +1,23 @@
-//! Before the handler: what must not run is dropped or buried here.
+//! Before the handler: what must not run is dropped, sent on or buried here.
 
 use std::sync::Arc;
 
+use tokio::time::Instant;
+
 use crate::{
-    BuriedReason, Event, Job, UnsettledJob,
+    Event, Job, UnsettledJob,
     link::Incoming,
     message::Story,
-    settle::{Engine, Move},
+    settle::{Arrival, Engine},
 };
 
 impl Engine {
-    /// The job, if it is to be run.
+    /// The job, if it is to be run. What is left of its wait, less than a second, is for the
+    /// caller to wait out: see [`UnsettledJob::until_due`].
     pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
         let Incoming { message, tag } = incoming;
-        let story = Story::read(&message, self.queue());
+        let rules = self.rules();
+        let story = Story::read(&message, rules.topology.work_queue());
         let job = Job::new(message, story);
         // lapin hands out what it had buffered when the channel died. Such a job is delivered
         // again, so running it now would run it twice.
@@ -21,24 +25,15 @@ impl Engine {
             self.emit(&Event::Stale { job });
             return None;
         }
-        if let Some(reason) = self.refuse(&job) {
-            let story = job.story().clone();
-            let burial = Move::bury(story, reason, String::new());
-            let engine = Arc::clone(self);
-            self.spawn(async move { engine.hand_off(None, &job, &*tag, burial).await });
-            return None;
-        }
-        Some(UnsettledJob::new(Arc::clone(self), job, tag))
-    }
-
-    /// Why a job is buried without a run. Only what decides on arrival is judged here: a job that
-    /// would have succeeded is not buried for another header.
-    fn refuse(&self, job: &Job) -> Option<BuriedReason> {
-        let story = job.story();
-        if story.has_odd_deadline() {
-            return Some(BuriedReason::InvalidHeaders);
-        }
-        let late = story.deadline.is_some_and(|deadline| deadline < self.now());
-        late.then_some(BuriedReason::Expired)
+        let due = match rules.on_arrival(&job, self.now()) {
+            Arrival::Run => None,
+            Arrival::RunAfter(left) => Some(Instant::now() + left),
+            Arrival::Move(to) => {
+                let engine = Arc::clone(self);
+                self.spawn(async move { engine.hand_off(None, &job, &*tag, *to).await });
+                return None;
+            }
+        };
+        Some(UnsettledJob::new(Arc::clone(self), rules, job, tag, due))
     }
 }

@@ -2,15 +2,18 @@
 
 mod run;
 
-use std::{fmt, future::Future, sync::Arc, time::Duration};
+use std::{error::Error as StdError, fmt, future::Future, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
+use tokio::sync::{Semaphore, watch};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::run::{Run, Stop};
-use crate::{Broker, Error, Event, Job, RetryPolicy, Settings, link::Subscribe, settle::Engine};
+use crate::{
+    Broker, Error, Event, Job, Outcome, Policies, RetryPolicy, Settings, link::Subscribe,
+    settle::Engine,
+};
 
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
 ///
@@ -114,22 +117,25 @@ impl RetryConsumer {
         };
         // The first time, a refusal is the caller's to see.
         let subscription = engine.link().consume(&how).await?;
+        engine.set_quiet(false);
         let (stop, stopping) = watch::channel(None);
         let ended = CancellationToken::new();
         let run = Run {
-            engine,
+            engine: Arc::clone(&engine),
             how,
             handler,
-            concurrency: concurrency.unwrap_or(prefetch.into()),
+            permits: Arc::new(Semaphore::new(concurrency.unwrap_or(prefetch.into()))),
             handler_timeout: builder.handler_timeout,
             stopping,
+            handlers: TaskTracker::new(),
+            cut: CancellationToken::new(),
         };
         let end = ended.clone().drop_guard();
         tokio::spawn(async move {
             run.until_stopped(subscription).await;
             drop(end);
         });
-        Ok(Handle { stop: Arc::new(stop), ended })
+        Ok(Handle { engine, stop: Arc::new(stop), ended })
     }
 }
 
@@ -144,7 +150,24 @@ impl Builder {
     /// The levels and their jitter; the other settings stay.
     #[must_use]
     pub fn policy(mut self, policy: RetryPolicy) -> Self {
-        self.settings.policy = policy;
+        self.settings.policies = self.settings.policies.with_default(policy);
+        self
+    }
+
+    /// Policies for several kinds of jobs; the other settings stay.
+    #[must_use]
+    pub fn policies(mut self, policies: Policies) -> Self {
+        self.settings.policies = policies;
+        self
+    }
+
+    /// See [`Settings::classify`].
+    #[must_use]
+    pub fn classify<E: StdError + Send + Sync + 'static>(
+        mut self,
+        classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
+    ) -> Self {
+        self.settings = self.settings.classify(classify);
         self
     }
 
@@ -210,6 +233,19 @@ impl Builder {
         RetryConsumer { builder: self, handler }
     }
 
+    /// A handler whose error is of any type: `anyhow`'s, or any that is a `std::error::Error`.
+    pub fn handler_with_error<F, Fut, E>(self, handler: F) -> RetryConsumer
+    where
+        F: Fn(Job) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), E>> + Send + 'static,
+        E: Into<anyhow::Error>,
+    {
+        self.handler(move |job| {
+            let called = handler(job);
+            async move { called.await.map_err(Into::into) }
+        })
+    }
+
     fn validate(&self) -> Result<(), Error> {
         if self.prefetch == 0 {
             return Err(Error::configuration(
@@ -233,6 +269,7 @@ impl Builder {
 /// A running consumer. Cheap to clone; to drop it stops nothing.
 #[derive(Clone, Debug)]
 pub struct Handle {
+    engine: Arc<Engine>,
     stop: Arc<watch::Sender<Option<Stop>>>,
     ended: CancellationToken,
 }
@@ -248,6 +285,27 @@ impl Handle {
             first
         });
         self.stopped().await;
+    }
+
+    /// Takes no more jobs until [`resume`](Self::resume). Those that have not been started are given
+    /// back; running handlers go on.
+    pub fn pause(&self) {
+        self.engine.pause_by_hand();
+    }
+
+    /// Ends a pause at once, whatever began it.
+    pub fn resume(&self) {
+        self.engine.resume_by_hand();
+    }
+
+    /// Other policies, pauses and classifiers, from the next job on: new lanes are made before they
+    /// are used, and jobs at work are settled under the rules that they came in with. A pause is
+    /// cleared. The other settings stay as they were at the start.
+    ///
+    /// # Errors
+    /// As [`RetryConsumer::start`]. The old rules stay in force then.
+    pub async fn reload(&self, settings: impl Into<Settings>) -> Result<(), Error> {
+        self.engine.reload(&settings.into()).await
     }
 
     /// Waits until the consumer has stopped.

@@ -6,7 +6,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use crate::{BuriedReason, Error, FailureKind, Job};
+use crate::{BuriedReason, Error, FailureKind, Job, PauseKind};
 
 /// Something happened to a job, or to a consumer. See [`Settings::on_event`](crate::Settings::on_event).
 ///
@@ -41,6 +41,26 @@ pub enum Event {
         due: SystemTime,
         /// How the attempt failed.
         kind: FailureKind,
+        /// The error and its sources.
+        error: String,
+    },
+    /// The job waits in a lane without being charged.
+    #[non_exhaustive]
+    Postponed {
+        /// The job, as it was when it arrived.
+        job: Job,
+        /// The lane's delay.
+        delay: Duration,
+        /// When the broker gives it back.
+        due: SystemTime,
+        /// Why.
+        why: Postponed,
+    },
+    /// The job is back at the tail of its work queue, unharmed: the failure was not its own.
+    #[non_exhaustive]
+    Returned {
+        /// The job, as it was when it arrived.
+        job: Job,
         /// The error and its sources.
         error: String,
     },
@@ -89,6 +109,26 @@ pub enum Event {
         /// How many tries failed so far.
         tries: u32,
     },
+    /// The consumer takes no jobs for a while.
+    #[non_exhaustive]
+    Paused {
+        /// The work queue.
+        queue: String,
+        /// Why.
+        kind: PauseKind,
+        /// The error that said so, and its sources; empty if it was done by hand.
+        error: String,
+        /// How long, before one job is tried; until it is resumed if there is no end.
+        wait: Option<Duration>,
+    },
+    /// The consumer is at full speed again.
+    #[non_exhaustive]
+    Resumed {
+        /// The work queue.
+        queue: String,
+        /// Why.
+        why: Resumed,
+    },
     /// The consumer lost the broker, or could not start; it tries again after the wait.
     #[non_exhaustive]
     Disconnected {
@@ -99,6 +139,32 @@ pub enum Event {
         /// How long it waits.
         wait: Duration,
     },
+}
+
+/// Why a job waits without being charged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Postponed {
+    /// Something scarce was taken.
+    #[non_exhaustive]
+    Busy {
+        /// For the how-manieth time in a row.
+        in_a_row: u32,
+    },
+    /// A wait longer than the longest lane is not over.
+    NotDue,
+}
+
+/// Why a pause ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Resumed {
+    /// The job that was tried got through.
+    GotThrough,
+    /// Somebody said so.
+    ByHand,
+    /// There is a new configuration.
+    Reconfigured,
 }
 
 pub(crate) type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
@@ -134,12 +200,40 @@ fn log(queue: &str, event: &Event) {
                 job_type = job.kind(),
                 retry_count = job.retry_count() + 1,
                 retry_level = level,
-                delay_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX),
+                delay_ms = millis(*delay),
                 due_at = %humantime::format_rfc3339_millis(*due),
                 kind = kind.as_str(),
                 error,
                 "failed, comes back later"
             );
+        }
+        Event::Postponed { job, delay, due, why } => {
+            tracing::debug!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                delay_ms = millis(*delay),
+                due_at = %humantime::format_rfc3339_millis(*due),
+                ?why,
+                "not charged, comes back later"
+            );
+        }
+        // One line a wait, not one a job: the pause has told of the error.
+        Event::Returned { job, error } => {
+            tracing::debug!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                error,
+                "returned unharmed"
+            );
+        }
+        Event::Paused { kind, error, wait, .. } => {
+            let wait_ms = wait.map(millis);
+            tracing::warn!(queue, ?kind, error, wait_ms, "paused: no jobs are taken");
+        }
+        Event::Resumed { why, .. } => {
+            tracing::info!(queue, ?why, "resumed");
         }
         Event::Buried { job, reason, error } => {
             tracing::warn!(
@@ -176,8 +270,12 @@ fn log(queue: &str, event: &Event) {
             );
         }
         Event::Disconnected { error, wait, .. } => {
-            let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            let wait_ms = millis(*wait);
             tracing::warn!(queue, %error, wait_ms, "not consuming; trying again after the wait");
         }
     }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }

@@ -9,6 +9,7 @@ mod handoff;
 mod job;
 mod link;
 mod message;
+mod pause;
 mod policy;
 mod retry;
 mod settings;
@@ -20,12 +21,13 @@ pub use lapin;
 pub use self::{
     consumer::{Builder, Handle, Handler, RetryConsumer},
     error::{Error, ErrorKind},
-    event::Event,
+    event::{Event, Postponed, Resumed},
     job::Job,
     link::Broker,
+    pause::{PauseKind, Pauses},
     policy::{
         BuriedReason, FailureKind, IntoLevel, Jitter, Marked, Outcome, OutcomeExt, Panicked,
-        RetryPolicy, TimedOut, reject, undecodable,
+        Policies, RetryPolicy, Select, TimedOut, busy, outage, reject, retry_after, undecodable,
     },
     retry::{Jobs, Retry},
     settings::Settings,

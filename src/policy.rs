@@ -10,6 +10,12 @@ use std::time::Duration;
 
 use serde::Deserialize;
 
+pub(crate) use self::{
+    busy::{busy_delays, busy_window_ms},
+    jitter::{Window, lane_delays},
+    level::{MAX_DELAY_MS, duration, label},
+    outcome::{Classifier, Verdict},
+};
 pub use self::{
     jitter::Jitter,
     level::IntoLevel,
@@ -18,12 +24,6 @@ pub use self::{
         retry_after, undecodable,
     },
     select::{Policies, Select},
-};
-pub(crate) use self::{
-    busy::{busy_delays, busy_window_ms},
-    jitter::{Window, lane_delays},
-    level::{MAX_DELAY_MS, label},
-    outcome::{Classifier, Verdict},
 };
 use crate::Error;
 
@@ -300,13 +300,7 @@ impl RetryPolicy {
     }
 
     fn empty() -> Self {
-        Self {
-            runs: Vec::new(),
-            jitter: Jitter::default(),
-            lanes: 8,
-            max_age: None,
-            invalid: None,
-        }
+        Self { runs: Vec::new(), jitter: Jitter::default(), lanes: 8, max_age: None, invalid: None }
     }
 
     fn push(&mut self, ms: u64, times: u32) {

@@ -8,11 +8,14 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{Stream, StreamExt};
+use futures_util::{FutureExt, Stream, StreamExt, future::BoxFuture, stream::FuturesUnordered};
 use lapin::{Consumer, message::Delivery};
 
 use crate::{
-    Broker, Error, ErrorKind, Settings, Topology, UnsettledJob, link::incoming, settle::Engine,
+    Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
+    link::incoming,
+    pause::Pace,
+    settle::{Engine, Turn},
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -64,13 +67,22 @@ impl Retry {
 
     /// The jobs of a consumer of the work queue, until the consumer ends.
     pub fn jobs(&self, consumer: Consumer) -> Jobs {
-        Jobs { engine: Arc::clone(&self.engine), consumer: Some(consumer) }
+        Jobs {
+            engine: Arc::clone(&self.engine),
+            consumer: Some(consumer),
+            turn: None,
+            probe: false,
+            waiting: FuturesUnordered::new(),
+        }
     }
 
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is past its deadline or has invalid headers, and is being buried.
+    /// again, or it is not due, or past its deadline, or has invalid headers, and is on its way to a
+    /// lane or to the buried queue.
+    ///
+    /// While the consumer pauses this waits.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] after [`close`](Self::close).
@@ -81,11 +93,31 @@ impl Retry {
                 format!("queue {:?}: a delivery came after close()", self.engine.queue()),
             ));
         }
-        Ok(self.engine.admit(incoming(delivery)))
+        let turn = self.engine.turn().await;
+        let job = self.engine.admit(incoming(delivery));
+        match &job {
+            Some(job) => job.until_due().await,
+            None if turn == Turn::Probe => self.engine.no_probe(),
+            None => {}
+        }
+        Ok(job)
+    }
+
+    /// Until when no jobs are given out, because a handler reported an outage; none if they are.
+    pub fn paused(&self) -> Option<std::time::Instant> {
+        match self.engine.pace() {
+            Pace::Paused { until } => until.map(tokio::time::Instant::into_std),
+            Pace::Open { .. } | Pace::Probing => None,
+        }
+    }
+
+    /// Ends a pause at once.
+    pub fn resume(&self) {
+        self.engine.resume_by_hand();
     }
 
     /// The queues that this work queue has.
-    pub fn topology(&self) -> &Topology {
+    pub fn topology(&self) -> Topology {
         self.engine.topology()
     }
 
@@ -104,24 +136,70 @@ impl Retry {
 ///
 /// It ends when the consumer ends: cancelled by you, or by the broker because the queue was
 /// deleted. An error is its last item. To drop it cancels the consumer.
+///
+/// While the consumer pauses it waits: what was prefetched stays with it.
 pub struct Jobs {
     engine: Arc<Engine>,
     /// Gone at the end: a consumer that is polled after its end never wakes again.
     consumer: Option<Consumer>,
+    /// Waits for its turn, in a pause.
+    turn: Option<BoxFuture<'static, Turn>>,
+    /// One job may be given out although the consumer pauses.
+    probe: bool,
+    /// Jobs with less than a second of their wait left.
+    waiting: FuturesUnordered<BoxFuture<'static, UnsettledJob>>,
+}
+
+impl Jobs {
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.probe && self.engine.pace() == Pace::Probing {
+            return Poll::Ready(());
+        }
+        self.probe = false;
+        if self.turn.is_none() && self.engine.is_open() {
+            return Poll::Ready(());
+        }
+        let engine = Arc::clone(&self.engine);
+        let turn = self.turn.get_or_insert_with(|| async move { engine.turn().await }.boxed());
+        let turn = std::task::ready!(turn.poll_unpin(cx));
+        self.turn = None;
+        self.probe = turn == Turn::Probe;
+        Poll::Ready(())
+    }
 }
 
 impl Stream for Jobs {
     type Item = Result<UnsettledJob, Error>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        std::task::ready!(self.poll_turn(cx));
+        if let Poll::Ready(Some(job)) = self.waiting.poll_next_unpin(cx) {
+            self.probe = false;
+            return Poll::Ready(Some(Ok(job)));
+        }
         loop {
-            let Some(consumer) = &mut self.consumer else { return Poll::Ready(None) };
+            let Some(consumer) = &mut self.consumer else {
+                let done = self.waiting.is_empty();
+                return if done { Poll::Ready(None) } else { Poll::Pending };
+            };
             match std::task::ready!(consumer.poll_next_unpin(cx)) {
-                Some(Ok(delivery)) => {
-                    if let Some(job) = self.engine.admit(incoming(delivery)) {
+                Some(Ok(delivery)) => match self.engine.admit(incoming(delivery)) {
+                    Some(job) if job.is_due() => {
+                        self.probe = false;
                         return Poll::Ready(Some(Ok(job)));
                     }
-                }
+                    Some(job) => {
+                        let wait = async move {
+                            job.until_due().await;
+                            job
+                        };
+                        self.waiting.push(wait.boxed());
+                        // It must be polled once to wake this task.
+                        cx.waker().wake_by_ref();
+                        return Poll::Pending;
+                    }
+                    None => {}
+                },
                 Some(Err(error)) => {
                     self.consumer = None;
                     let what = format!("consuming queue {:?}: {error}", self.engine.queue());

@@ -1,6 +1,6 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt};
 use tokio::{
@@ -14,7 +14,8 @@ use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
     clock::Backoff,
     link::{Incoming, Subscribe, Subscription},
-    settle::Engine,
+    pause::Pace,
+    settle::{Engine, Turn},
 };
 
 /// A subscription that lasted this long ends a series of failures.
@@ -41,38 +42,42 @@ pub(super) struct Run {
     pub(super) engine: Arc<Engine>,
     pub(super) how: Subscribe,
     pub(super) handler: BoxHandler,
-    pub(super) concurrency: usize,
+    pub(super) permits: Arc<Semaphore>,
     pub(super) handler_timeout: Duration,
     pub(super) stopping: watch::Receiver<Option<Stop>>,
+    pub(super) handlers: TaskTracker,
+    /// Ends the handlers that outlast a shutdown.
+    pub(super) cut: CancellationToken,
 }
 
 impl Run {
     pub(super) async fn until_stopped(self, first: Subscription) {
-        let permits = Arc::new(Semaphore::new(self.concurrency));
-        let handlers = TaskTracker::new();
-        let cut = CancellationToken::new();
         let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
         let mut next = Some(first);
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
                 Some(subscription) => {
-                    let ended = self.serve(subscription, &permits, &handlers, &cut).await;
+                    let ended = self.serve(subscription).await;
                     if started.elapsed() > STEADY {
                         backoff.reset();
                     }
                     ended
                 }
-                None => match self.subscribe().await {
+                None if !self.engine.is_open() => self.sit_out().await,
+                None => match self.subscribe(self.how.prefetch).await {
                     Ok(subscription) => {
+                        self.engine.set_quiet(false);
                         next = Some(subscription);
                         continue;
                     }
                     Err(error) => Ended::Lost(error),
                 },
             };
+            self.engine.set_quiet(true);
             let error = match ended {
                 Ended::Stopped(subscription) => break subscription,
+                Ended::Paused => continue,
                 Ended::Lost(error) => error,
             };
             let wait = self.engine.with_rng(|rng| backoff.next(rng));
@@ -82,14 +87,15 @@ impl Run {
                 () = tokio::time::sleep(wait) => {}
             }
         };
-        self.wind_down(last, &handlers, &cut).await;
+        self.wind_down(last).await;
     }
 
     /// Declares or verifies, then consumes: the broker may have come back without our queues.
-    async fn subscribe(&self) -> Result<Subscription, Error> {
+    async fn subscribe(&self, prefetch: u16) -> Result<Subscription, Error> {
+        let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
             self.engine.redeclare().await?;
-            self.engine.link().consume(&self.how).await
+            self.engine.link().consume(&how).await
         };
         tokio::select! {
             subscription = subscribing => subscription,
@@ -97,18 +103,18 @@ impl Run {
         }
     }
 
-    /// Runs jobs until the subscription ends or the consumer is told to stop.
-    async fn serve(
-        &self,
-        mut subscription: Subscription,
-        permits: &Arc<Semaphore>,
-        handlers: &TaskTracker,
-        cut: &CancellationToken,
-    ) -> Ended {
+    /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
+    async fn serve(&self, mut subscription: Subscription) -> Ended {
+        // Made once: a job costs no new watcher.
+        let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
         loop {
             let incoming = tokio::select! {
                 biased;
-                () = self.stop() => return Ended::Stopped(Some(subscription)),
+                () = &mut stop => return Ended::Stopped(Some(subscription)),
+                () = &mut pause => {
+                    self.give_up(subscription).await;
+                    return Ended::Paused;
+                }
                 incoming = subscription.incoming.next() => incoming,
             };
             let incoming = match incoming {
@@ -118,18 +124,95 @@ impl Run {
             };
             let permit = tokio::select! {
                 biased;
-                () = self.stop() => {
+                () = &mut stop => {
                     self.give_back(incoming).await;
                     return Ended::Stopped(Some(subscription));
                 }
-                permit = Arc::clone(permits).acquire_owned() => permit,
+                () = &mut pause => {
+                    self.give_back(incoming).await;
+                    self.give_up(subscription).await;
+                    return Ended::Paused;
+                }
+                permit = self.permit() => permit,
             };
-            // The semaphore is never closed.
-            let Ok(permit) = permit else { return Ended::Stopped(Some(subscription)) };
             if let Some(job) = self.engine.admit(incoming) {
-                handlers.spawn(self.attempt(job, permit, cut.clone()));
+                self.handlers.spawn(self.attempt(job, permit));
             }
         }
+    }
+
+    /// Waits for the end of a pause. After each wait one job is tried.
+    async fn sit_out(&self) -> Ended {
+        let turn = tokio::select! {
+            turn = self.engine.turn() => turn,
+            () = self.stop() => return Ended::Stopped(None),
+        };
+        if turn == Turn::Open {
+            return Ended::Paused;
+        }
+        match self.probe().await {
+            Ok(()) => {}
+            Err(error) => {
+                self.engine.no_probe();
+                return Ended::Lost(error);
+            }
+        }
+        // The job that is tried decides how it goes on.
+        tokio::select! {
+            () = self.engine.pace_other_than(Pace::Probing) => Ended::Paused,
+            () = self.stop() => Ended::Stopped(None),
+        }
+    }
+
+    /// Starts one job, and takes no second one: the consumer that fetched it is cancelled before.
+    async fn probe(&self) -> Result<(), Error> {
+        let mut subscription = self.subscribe(1).await?;
+        let job = loop {
+            let incoming = tokio::select! {
+                biased;
+                () = self.stop() => None,
+                // Resumed by hand, or by a new configuration.
+                () = self.engine.pace_other_than(Pace::Probing) => None,
+                incoming = subscription.incoming.next() => Some(incoming),
+            };
+            match incoming {
+                None => break None,
+                Some(Some(Ok(incoming))) => match self.engine.admit(incoming) {
+                    Some(job) => break Some(job),
+                    None => continue,
+                },
+                Some(Some(Err(error))) => return Err(error),
+                Some(None) => return Err(self.cancelled_by_the_broker()),
+            }
+        };
+        self.give_up(subscription).await;
+        if let Some(job) = job {
+            let permit = self.permit().await;
+            self.handlers.spawn(self.attempt(job, permit));
+        }
+        Ok(())
+    }
+
+    /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
+    /// healthy workers.
+    async fn give_up(&self, mut subscription: Subscription) {
+        self.cancel(&mut subscription).await;
+        self.engine.set_quiet(true);
+    }
+
+    async fn cancel(&self, subscription: &mut Subscription) {
+        let _ = tokio::time::timeout(FAREWELL, async {
+            subscription.control.cancel().await;
+            while let Some(Ok(incoming)) = subscription.incoming.next().await {
+                self.give_back(incoming).await;
+            }
+        })
+        .await;
+    }
+
+    async fn permit(&self) -> OwnedSemaphorePermit {
+        // The semaphore is never closed.
+        Arc::clone(&self.permits).acquire_owned().await.expect("an open semaphore")
     }
 
     /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it.
@@ -137,11 +220,12 @@ impl Run {
         &self,
         job: UnsettledJob,
         permit: OwnedSemaphorePermit,
-        cut: CancellationToken,
     ) -> impl Future<Output = ()> + Send + 'static {
         let handler = Arc::clone(&self.handler);
         let after = self.handler_timeout;
+        let cut = self.cut.clone();
         async move {
+            job.until_due().await;
             // The timeout is inside, so that a panic of what it drops is caught as well.
             let call = async {
                 let called = async { handler(job.job().clone()).await };
@@ -162,27 +246,15 @@ impl Run {
         }
     }
 
-    async fn wind_down(
-        &self,
-        subscription: Option<Subscription>,
-        handlers: &TaskTracker,
-        cut: &CancellationToken,
-    ) {
+    async fn wind_down(&self, mut subscription: Option<Subscription>) {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
-        let mut subscription = subscription;
         if let Some(subscription) = &mut subscription {
-            let _ = tokio::time::timeout(FAREWELL, async {
-                subscription.control.cancel().await;
-                while let Some(Ok(incoming)) = subscription.incoming.next().await {
-                    self.give_back(incoming).await;
-                }
-            })
-            .await;
+            self.cancel(subscription).await;
         }
-        handlers.close();
-        if tokio::time::timeout_at(deadline, handlers.wait()).await.is_err() {
-            cut.cancel();
-            handlers.wait().await;
+        self.handlers.close();
+        if tokio::time::timeout_at(deadline, self.handlers.wait()).await.is_err() {
+            self.cut.cancel();
+            self.handlers.wait().await;
         }
         let left = deadline.saturating_duration_since(Instant::now()).max(FAREWELL);
         if let Err(error) = self.engine.close(left).await {
@@ -220,5 +292,7 @@ impl Run {
 enum Ended {
     /// Told to stop; the subscription still has what is unanswered.
     Stopped(Option<Subscription>),
+    /// The consumer is to pause, or a pause is over: look again.
+    Paused,
     Lost(Error),
 }

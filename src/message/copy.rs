@@ -30,20 +30,24 @@ pub(crate) struct Copier<'a> {
 pub(crate) struct TooLarge;
 
 impl Copier<'_> {
-    /// The copy for a lane, which gives it back after `delay_ms`.
-    pub(crate) fn retry(
+    /// The copy for a lane, which gives it back after the delay; without a delay, the copy for the
+    /// tail of the work queue itself.
+    pub(crate) fn onward(
         &self,
         message: &Arc<Message>,
         id: &str,
         mut story: Story,
         queue: &str,
-        delay_ms: u64,
+        delay_ms: Option<u64>,
     ) -> Result<Outgoing, TooLarge> {
         let mut properties = self.properties(message, id, &mut story);
         let foreign = foreign_headers(&message.properties);
         let room = self.room(&properties);
         let headers = budget::fit(self.work_queue, &foreign, &mut story, room)?;
-        properties = properties.with_headers(headers).with_expiration(delay_ms.to_string().into());
+        properties = properties.with_headers(headers);
+        if let Some(delay_ms) = delay_ms {
+            properties = properties.with_expiration(delay_ms.to_string().into());
+        }
         Ok(Outgoing { queue: queue.to_owned(), properties, original: Arc::clone(message) })
     }
 

@@ -2,7 +2,10 @@
 
 use std::time::{Duration, SystemTime};
 
-use lapin::types::{AMQPValue, FieldArray, FieldTable};
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldArray, FieldTable},
+};
 
 use super::{Message, header::*};
 use crate::policy::{BuriedReason, FailureKind};
@@ -26,6 +29,8 @@ pub(crate) struct Story {
     pub(super) level: Option<String>,
     pub(super) due_at: Option<SystemTime>,
     pub(crate) deadline: Option<SystemTime>,
+    /// Only while one lane is not enough: the job is not run before.
+    pub(crate) not_before: Option<SystemTime>,
     pub(super) error: Option<String>,
     pub(super) error_kind: Option<String>,
     /// Oldest first.
@@ -90,6 +95,7 @@ impl Story {
         };
         let first_failed_at = time(RETRY_FIRST_FAILED_AT);
         let deadline = time(RETRY_DEADLINE);
+        let not_before = time(RETRY_NOT_BEFORE);
         let mut origin = |key| {
             let read = named(key).map(text);
             judged(key, read != Some(None));
@@ -102,6 +108,7 @@ impl Story {
             exhumed_count,
             first_failed_at,
             deadline,
+            not_before,
             original_exchange: origin(RETRY_ORIGINAL_EXCHANGE),
             original_routing_key: origin(RETRY_ORIGINAL_ROUTING_KEY),
             // What follows is for people and decides nothing, so it is taken as it comes.
@@ -131,6 +138,7 @@ impl Story {
         self.crash_count = 0;
         self.first_failed_at = None;
         self.deadline = None;
+        self.not_before = None;
         // An odd count was what it was buried for; whoever put it back knows.
         self.odd.clear();
     }
@@ -141,7 +149,15 @@ impl Story {
         self.note(failure);
     }
 
-    /// Notes a failure in the history without charging it.
+    /// Counts one more time in a row that the job was busy. How many that are now.
+    pub(crate) fn note_busy(&mut self, failure: &Failure<'_>) -> u32 {
+        let in_a_row = self.busy_count.saturating_add(1);
+        self.note(failure);
+        self.busy_count = in_a_row;
+        in_a_row
+    }
+
+    /// Notes a failure that is charged to nobody.
     pub(crate) fn note(&mut self, failure: &Failure<'_>) {
         self.first_failed_at.get_or_insert(failure.at);
         self.last_failed_at = Some(failure.at);
@@ -172,13 +188,8 @@ impl Story {
         self.original_routing_key.get_or_insert_with(|| message.routing_key.to_string());
         let properties = &message.properties;
         if let (None, Some(expiration)) = (self.deadline, properties.expiration()) {
-            let stamped = properties
-                .timestamp()
-                .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
-                .filter(|stamp| *stamp <= now);
-            let base = stamped.or(self.first_failed_at).unwrap_or(now);
             let lifetime = expiration.as_str().parse().ok().map(Duration::from_millis);
-            self.deadline = lifetime.and_then(|lifetime| base.checked_add(lifetime));
+            self.deadline = lifetime.and_then(|life| self.born(properties, now).checked_add(life));
         }
         if let Some(headers) = properties.headers() {
             let copies: Vec<_> = ["CC", "BCC"]
@@ -195,10 +206,36 @@ impl Story {
         }
     }
 
-    /// Goes on to a lane: `level` as `2/7 30s`.
-    pub(crate) fn go_to(&mut self, level: String, due_at: SystemTime) {
-        self.level = Some(level);
+    /// The instant after which the job is given up: its own deadline, or the end of its policy's
+    /// maximum age, whichever is earlier.
+    pub(crate) fn expires_at(
+        &self,
+        properties: &BasicProperties,
+        max_age: Option<Duration>,
+        now: SystemTime,
+    ) -> Option<SystemTime> {
+        let too_old = max_age.and_then(|age| self.born(properties, now).checked_add(age));
+        self.deadline.into_iter().chain(too_old).min()
+    }
+
+    /// When the job's life began: its timestamp if it has one that is not in the future, else its
+    /// first failure. A job that was put back lives from its first failure after.
+    fn born(&self, properties: &BasicProperties, now: SystemTime) -> SystemTime {
+        let stamp = properties
+            .timestamp()
+            .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
+            .filter(|stamp| *stamp <= now && self.exhumed_count == 0);
+        stamp.or(self.first_failed_at).unwrap_or(now)
+    }
+
+    /// Goes on to a lane, which gives it back then.
+    pub(crate) fn go_to(&mut self, due_at: SystemTime) {
         self.due_at = Some(due_at);
+    }
+
+    /// As `2/7 30s`.
+    pub(crate) fn set_level(&mut self, label: &str) {
+        self.level = Some(label.to_owned());
     }
 
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
@@ -211,9 +248,9 @@ impl Story {
         !self.odd.is_empty()
     }
 
-    /// The one of them that decides before the handler is called.
-    pub(crate) fn has_odd_deadline(&self) -> bool {
-        self.odd.iter().any(|(key, _)| *key == RETRY_DEADLINE)
+    /// Whether one of those makes no sense that decide before the handler is called.
+    pub(crate) fn is_odd_on_arrival(&self) -> bool {
+        self.odd.iter().any(|(key, _)| [RETRY_DEADLINE, RETRY_NOT_BEFORE].contains(key))
     }
 
     /// The exchange that the job was published to, unless the delivery's own still tells.
@@ -246,6 +283,7 @@ impl Story {
         set(RETRY_LEVEL, words(&self.level));
         set(RETRY_DUE_AT, time(self.due_at));
         set(RETRY_DEADLINE, time(self.deadline));
+        set(RETRY_NOT_BEFORE, time(self.not_before));
         set(RETRY_ERROR, words(&self.error));
         set(RETRY_ERROR_KIND, words(&self.error_kind));
         let history = (!self.history.is_empty()).then(|| FieldArray::from(self.history.clone()));

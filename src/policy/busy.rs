@@ -21,7 +21,8 @@ pub(crate) fn busy_window_ms(n: u32) -> std::ops::RangeInclusive<u64> {
 /// `15^(1/16)`. Rising, in milliseconds.
 pub(crate) fn busy_delays() -> impl Iterator<Item = u64> {
     let first_end = 2 * SOONEST_MS;
-    let first = (1..=FIRST_LANES).map(|i| SOONEST_MS + i * (first_end - SOONEST_MS) / FIRST_LANES);
+    let first =
+        (1..=FIRST_LANES).map(move |i| SOONEST_MS + i * (first_end - SOONEST_MS) / FIRST_LANES);
     let ratio = LATEST_MS as f64 / first_end as f64;
     let later = (1..=LATER_LANES).map(move |i| {
         (first_end as f64 * ratio.powf(f64::from(i) / f64::from(LATER_LANES))).round() as u64

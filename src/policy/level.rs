@@ -91,6 +91,11 @@ pub(super) fn exponential_runs(
     }
 }
 
+/// A duration as a configuration file writes it: whole seconds, or text.
+pub(crate) fn duration<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    LevelField::deserialize(from)?.into_level().map_err(serde::de::Error::custom)
+}
+
 /// A policy as a configuration file writes it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -99,6 +104,7 @@ pub(super) struct PolicyFields {
     #[serde(default)]
     jitter: Jitter,
     lanes: Option<u32>,
+    max_age: Option<LevelField>,
 }
 
 #[derive(Deserialize)]
@@ -124,6 +130,12 @@ impl TryFrom<PolicyFields> for RetryPolicy {
         let mut policy = RetryPolicy::new(fields.levels).jitter(fields.jitter);
         if let Some(lanes) = fields.lanes {
             policy = policy.lanes(lanes);
+        }
+        if let Some(age) = fields.max_age {
+            let age = age.into_level();
+            policy = policy.max_age(
+                age.map_err(|why| crate::Error::configuration(format!("max_age: {why}")))?,
+            );
         }
         policy.validate()?;
         Ok(policy)

@@ -286,7 +286,15 @@ pub(crate) enum Verdict {
 /// Reads an outcome out of an error type that is not ours. See
 /// [`Settings::classify`](crate::Settings::classify).
 #[derive(Clone)]
-pub(crate) struct Classifier(Arc<dyn Fn(&anyhow::Error) -> Option<Outcome> + Send + Sync>);
+pub(crate) struct Classifier(Arc<Classify>);
+
+type Classify = dyn Fn(&anyhow::Error) -> Option<Outcome> + Send + Sync;
+
+impl fmt::Debug for Classifier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Classifier")
+    }
+}
 
 impl Classifier {
     pub(crate) fn new<E: StdError + Send + Sync + 'static>(
@@ -334,9 +342,7 @@ fn marked(error: &anyhow::Error) -> Option<Outcome> {
 /// An error of this type among those that the error was made from.
 fn find<E: StdError + Send + Sync + 'static>(error: &anyhow::Error) -> Option<&E> {
     // The first sees `.context(e)`; the second what only sources show.
-    error
-        .downcast_ref::<E>()
-        .or_else(|| error.chain().find_map(|layer| layer.downcast_ref::<E>()))
+    error.downcast_ref::<E>().or_else(|| error.chain().find_map(|layer| layer.downcast_ref::<E>()))
 }
 
 #[cfg(test)]

@@ -9,10 +9,10 @@ use std::{
     time::SystemTime,
 };
 
-use tokio::task::JoinHandle;
+use tokio::{task::JoinHandle, time::Instant};
 
-use super::Engine;
-use crate::{Error, Event, Job, link::Tag};
+use super::{Engine, Rules};
+use crate::{Error, Event, Job, link::Tag, pause::Epoch};
 
 /// A job whose outcome is still open. It derefs to its [`Job`].
 ///
@@ -23,13 +23,35 @@ use crate::{Error, Event, Job, link::Tag};
 pub struct UnsettledJob {
     job: Job,
     engine: Arc<Engine>,
+    /// Those it was admitted under; a reload does not change them.
+    rules: Arc<Rules>,
+    epoch: Epoch,
+    due: Option<Instant>,
     /// Taken when the job is settled.
     tag: Option<Box<dyn Tag>>,
 }
 
 impl UnsettledJob {
-    pub(crate) fn new(engine: Arc<Engine>, job: Job, tag: Box<dyn Tag>) -> Self {
-        Self { job, engine, tag: Some(tag) }
+    pub(crate) fn new(
+        engine: Arc<Engine>,
+        rules: Arc<Rules>,
+        job: Job,
+        tag: Box<dyn Tag>,
+        due: Option<Instant>,
+    ) -> Self {
+        let epoch = engine.epoch();
+        Self { job, engine, rules, epoch, due, tag: Some(tag) }
+    }
+
+    /// Waits out what is left of a wait and shorter than a second.
+    pub(crate) async fn until_due(&self) {
+        if let Some(due) = self.due {
+            tokio::time::sleep_until(due).await;
+        }
+    }
+
+    pub(crate) fn is_due(&self) -> bool {
+        self.due.is_none_or(|due| due <= Instant::now())
     }
 
     /// The job, to be handed to a handler.
@@ -52,13 +74,15 @@ impl UnsettledJob {
         result: Result<(), E>,
     ) -> Result<Receipt, Error> {
         let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
-        let engine = Arc::clone(&self.engine);
-        Ok(engine.settle(self.job.clone(), tag, result.map_err(Into::into)).await)
+        let result = result.map_err(Into::into);
+        let under = (&*self.rules, self.epoch);
+        Ok(self.engine.settle(self.job.clone(), tag, under, result).await)
     }
 
     /// Gives the job back without a warning, for a reason that is not its user's doing.
     pub(crate) async fn give_back(mut self, why: &'static str) {
         if let Some(tag) = self.tag.take() {
+            self.engine.probe_lost(self.epoch);
             give_back(&self.engine, self.job.clone(), tag, why).await;
         }
     }
@@ -75,6 +99,7 @@ impl Deref for UnsettledJob {
 impl Drop for UnsettledJob {
     fn drop(&mut self) {
         if let Some(tag) = self.tag.take() {
+            self.engine.probe_lost(self.epoch);
             let (engine, job) = (Arc::clone(&self.engine), self.job.clone());
             self.engine.spawn(async move {
                 give_back(&engine, job, tag, "dropped without being settled").await;
@@ -105,6 +130,14 @@ pub enum Settled {
         /// When the broker gives it back.
         due: SystemTime,
     },
+    /// It waits in a lane without being charged: it was busy, or its time has not come.
+    #[non_exhaustive]
+    Postponed {
+        /// When the broker gives it back.
+        due: SystemTime,
+    },
+    /// It is back at the tail of its work queue, unharmed, and the consumer pauses.
+    Returned,
     /// It is in the buried queue.
     Buried,
     /// Its channel died, or the work ended while the hand-off still failed: the broker delivers it

@@ -46,14 +46,8 @@ async fn declare_delay_queue(channel: &Channel, name: &str, kind: QueueType, tar
         ("x-dead-letter-exchange", text("")),
         ("x-dead-letter-routing-key", text(target)),
     ]);
-    let durable = QueueDeclareOptions {
-        durable: true,
-        ..QueueDeclareOptions::default()
-    };
-    channel
-        .queue_declare(name.into(), durable, arguments)
-        .await
-        .unwrap();
+    let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };
+    channel.queue_declare(name.into(), durable, arguments).await.unwrap();
 }
 
 fn with_header(bytes: usize) -> BasicProperties {
@@ -150,10 +144,8 @@ async fn with_recovery_on_such_a_delivery_is_never_reported() {
     let connection = Connection::connect(&url, recovering).await.unwrap();
     let channel = connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 1).await;
-    eventually("lapin finds the fault", PATIENCE, async || {
-        connection.status().reconnecting()
-    })
-    .await;
+    eventually("lapin finds the fault", PATIENCE, async || connection.status().reconnecting())
+        .await;
 
     assert!(consumer.next().now_or_never().is_none());
 

@@ -27,23 +27,13 @@ async fn work_queue() -> (Vhost, Connection, Channel) {
 async fn publish_jobs(channel: &Channel, jobs: u32) {
     for job in 0..jobs {
         let body = job.to_string();
-        publish(
-            channel,
-            "",
-            "work",
-            BasicProperties::default(),
-            body.as_bytes(),
-        )
-        .await;
+        publish(channel, "", "work", BasicProperties::default(), body.as_bytes()).await;
     }
 }
 
 /// Makes the broker close the channel, and returns when lapin knows.
 async fn kill(channel: &Channel) {
-    let passive = QueueDeclareOptions {
-        passive: true,
-        ..QueueDeclareOptions::default()
-    };
+    let passive = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
     within(
         "the 404 that closes the channel",
         channel.queue_declare("missing".into(), passive, FieldTable::default()),
@@ -102,10 +92,7 @@ async fn after_none_a_consumer_stream_must_not_be_polled_again() {
     let (_vhost, connection, channel) = work_queue().await;
     let consuming = connection.create_channel().await.unwrap();
     let mut consumer = consume(&consuming, "work", 1).await;
-    channel
-        .queue_delete("work".into(), QueueDeleteOptions::default())
-        .await
-        .unwrap();
+    channel.queue_delete("work".into(), QueueDeleteOptions::default()).await.unwrap();
     assert!(within("the end", consumer.next()).await.is_none());
 
     // The stream is over, the channel is not; and the next poll promises an item that never comes.
@@ -144,10 +131,7 @@ async fn a_cancelled_consumer_drains_its_buffer_and_those_acks_count() {
     let first = next(&mut consumer).await;
     count(&channel, "work").await;
 
-    channel
-        .basic_cancel(consumer.tag(), BasicCancelOptions::default())
-        .await
-        .unwrap();
+    channel.basic_cancel(consumer.tag(), BasicCancelOptions::default()).await.unwrap();
 
     assert!(ack(&first).await);
     while let Some(delivery) = within("the buffer", consumer.next()).await {
@@ -169,10 +153,7 @@ async fn a_delivery_dropped_without_an_ack_stays_with_its_channel() {
     assert_eq!(count(&publisher, "work").await, 0);
 
     channel.close(200, "".into()).await.unwrap();
-    eventually("the job is back", PATIENCE, async || {
-        count(&publisher, "work").await == 1
-    })
-    .await;
+    eventually("the job is back", PATIENCE, async || count(&publisher, "work").await == 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -196,10 +177,7 @@ async fn without_confirm_select_a_confirm_is_not_requested() {
     let (_vhost, connection, _channel) = work_queue().await;
     let channel = connection.create_channel().await.unwrap();
     let answer = try_publish(&channel, "", "missing", BasicProperties::default(), b"job").await;
-    assert!(
-        matches!(answer, Ok(Confirmation::NotRequested)),
-        "{answer:?}"
-    );
+    assert!(matches!(answer, Ok(Confirmation::NotRequested)), "{answer:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -239,10 +217,7 @@ async fn a_nack_from_a_full_queue_is_a_nack() {
         ("x-max-length", AMQPValue::LongInt(1)),
         ("x-overflow", AMQPValue::LongString("reject-publish".into())),
     ]);
-    channel
-        .queue_declare("full".into(), QueueDeclareOptions::default(), arguments)
-        .await
-        .unwrap();
+    channel.queue_declare("full".into(), QueueDeclareOptions::default(), arguments).await.unwrap();
     publish(&channel, "", "full", BasicProperties::default(), b"first").await;
     let answer = try_publish(&channel, "", "full", BasicProperties::default(), b"second").await;
     assert!(matches!(answer, Ok(Confirmation::Nack(None))), "{answer:?}");
@@ -295,9 +270,7 @@ async fn kills_the_connection(
     let bystander = connection.create_channel().await.unwrap();
     let properties = BasicProperties::default().with_headers(table([("header", header)]));
     let publish = try_publish(publisher, "", "work", properties, b"job");
-    let error = within("an answer to the publish", publish)
-        .await
-        .unwrap_err();
+    let error = within("an answer to the publish", publish).await.unwrap_err();
     assert!(error.to_string().contains(text), "{error}");
     assert!(!connection.status().connected());
     assert!(!bystander.status().connected());

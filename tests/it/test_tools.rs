@@ -30,22 +30,14 @@ async fn line() -> Line {
     let connection = connect(&proxy.url(&vhost.url())).await;
     let channel = confirm_channel(&connection).await;
     declare_work_queue(&channel, "work", QueueType::Classic).await;
-    Line {
-        proxy,
-        connection,
-        channel,
-        vhost,
-    }
+    Line { proxy, connection, channel, vhost }
 }
 
 /// Sends without waiting for the confirm.
 async fn send(channel: &Channel) -> PublisherConfirm {
     let options = BasicPublishOptions::default();
     let properties = BasicProperties::default();
-    channel
-        .basic_publish("".into(), "work".into(), options, b"job", properties)
-        .await
-        .unwrap()
+    channel.basic_publish("".into(), "work".into(), options, b"job", properties).await.unwrap()
 }
 
 async fn take_one(channel: &Channel) -> Consumer {
@@ -58,14 +50,7 @@ async fn take_one(channel: &Channel) -> Consumer {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_proxy_passes_everything_and_counts() {
     let line = line().await;
-    publish(
-        &line.channel,
-        "",
-        "work",
-        BasicProperties::default(),
-        &vec![7; 300_000],
-    )
-    .await;
+    publish(&line.channel, "", "work", BasicProperties::default(), &vec![7; 300_000]).await;
     assert_eq!(line.proxy.publishes(), 1);
     let mut consumer = consume(&line.channel, "work", 1).await;
     let delivery = next(&mut consumer).await;
@@ -81,24 +66,14 @@ async fn a_swallowed_confirm_never_comes_but_everything_else_does() {
     let line = line().await;
     line.proxy.swallow_confirms(true);
     let mut confirm = send(&line.channel).await;
-    eventually("it is swallowed", PATIENCE, async || {
-        line.proxy.confirms_swallowed() == 1
-    })
-    .await;
+    eventually("it is swallowed", PATIENCE, async || line.proxy.confirms_swallowed() == 1).await;
     // Both an answer to a call and a delivery pass; with them, the confirm would have come.
     take_one(&line.channel).await;
     assert_eq!(count(&line.channel, "work").await, 0);
     assert!((&mut confirm).now_or_never().is_none());
 
     line.proxy.swallow_confirms(false);
-    publish(
-        &line.channel,
-        "",
-        "work",
-        BasicProperties::default(),
-        b"job",
-    )
-    .await;
+    publish(&line.channel, "", "work", BasicProperties::default(), b"job").await;
     assert_eq!(line.proxy.confirms_swallowed(), 1);
 }
 
@@ -110,14 +85,7 @@ async fn a_stalled_line_passes_nothing_until_it_flows_again() {
     line.proxy.stall(true);
     let mut confirm = send(&line.channel).await;
     // The client has sent it; were it to pass, it would be there before this channel's own message.
-    publish(
-        &confirm_channel(&direct).await,
-        "",
-        "work",
-        BasicProperties::default(),
-        b"x",
-    )
-    .await;
+    publish(&confirm_channel(&direct).await, "", "work", BasicProperties::default(), b"x").await;
     assert_eq!(count(&observer, "work").await, 1);
     assert_eq!(line.proxy.publishes(), 0);
     assert!((&mut confirm).now_or_never().is_none());
@@ -133,20 +101,12 @@ async fn cut_closes_both_sides_and_refuse_keeps_them_closed() {
     let url = line.proxy.url(&line.vhost.url());
     line.proxy.refuse(true);
     line.proxy.cut().await;
-    eventually("the client knows", PATIENCE, async || {
-        !line.connection.status().connected()
-    })
-    .await;
-    within(
-        "a refusal",
-        Connection::connect(&url, ConnectionProperties::default()),
-    )
-    .await
-    .expect_err("the proxy refuses");
-    eventually("the broker knows", PATIENCE, async || {
-        line.vhost.api().connections().is_empty()
-    })
-    .await;
+    eventually("the client knows", PATIENCE, async || !line.connection.status().connected()).await;
+    within("a refusal", Connection::connect(&url, ConnectionProperties::default()))
+        .await
+        .expect_err("the proxy refuses");
+    eventually("the broker knows", PATIENCE, async || line.vhost.api().connections().is_empty())
+        .await;
 
     line.proxy.refuse(false);
     connect(&url).await;
@@ -165,20 +125,13 @@ async fn the_proxy_finds_the_frames_however_they_are_cut() {
 
     let method = |class: u8, method: u8| vec![1, 0, 1, 0, 0, 0, 5, 0, class, 0, method, 0xFF, 0xCE];
     let heartbeat = vec![8, 0, 0, 0, 0, 0, 0, 0xCE];
-    let sent = [
-        b"AMQP\0\0\x09\x01".to_vec(),
-        method(60, 40),
-        heartbeat.clone(),
-        method(60, 80),
-    ]
-    .concat();
+    let sent =
+        [b"AMQP\0\0\x09\x01".to_vec(), method(60, 40), heartbeat.clone(), method(60, 80)].concat();
     for byte in &sent {
         client.write_all(&[*byte]).await.unwrap();
     }
     let mut received = vec![0; sent.len()];
-    within("all frames", broker.read_exact(&mut received))
-        .await
-        .unwrap();
+    within("all frames", broker.read_exact(&mut received)).await.unwrap();
     assert_eq!(received, sent);
     assert_eq!((proxy.publishes(), proxy.acks()), (1, 1));
 
@@ -186,9 +139,7 @@ async fn the_proxy_finds_the_frames_however_they_are_cut() {
     broker.write_all(&answer).await.unwrap();
     drop(broker);
     let mut received = Vec::new();
-    within("the end", client.read_to_end(&mut received))
-        .await
-        .unwrap();
+    within("the end", client.read_to_end(&mut received)).await.unwrap();
     assert_eq!(received, heartbeat);
     assert_eq!(proxy.confirms_swallowed(), 2);
 }
@@ -214,10 +165,7 @@ async fn the_management_client_sees_what_is_there() {
     assert!(api.peek("work", 5).is_empty());
 
     let _consumer = consume(&line.channel, "work", 1).await;
-    eventually("the consumer is listed", PATIENCE, async || {
-        api.consumers().len() == 1
-    })
-    .await;
+    eventually("the consumer is listed", PATIENCE, async || api.consumers().len() == 1).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -225,16 +173,11 @@ async fn an_operator_can_close_a_connection() {
     let line = line().await;
     let api = line.vhost.api();
     let name = eventually("the connection is listed", PATIENCE, async || {
-        api.connections().first()?["name"]
-            .as_str()
-            .map(str::to_owned)
+        api.connections().first()?["name"].as_str().map(str::to_owned)
     })
     .await;
     api.close_connection(&name);
-    eventually("the client knows", PATIENCE, async || {
-        !line.connection.status().connected()
-    })
-    .await;
+    eventually("the client knows", PATIENCE, async || !line.connection.status().connected()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -243,20 +186,12 @@ async fn limits_and_policies_and_permissions_take_effect() {
     let api = line.vhost.api();
     let user = line.vhost.user("^mine$", "", "");
     let connection = connect(&user.url()).await;
-    declare_work_queue(
-        &connection.create_channel().await.unwrap(),
-        "mine",
-        QueueType::Classic,
-    )
-    .await;
+    declare_work_queue(&connection.create_channel().await.unwrap(), "mine", QueueType::Classic)
+        .await;
     refused(&connection, "theirs", "ACCESS-REFUSED").await;
     user.allow(".*", "", "");
-    declare_work_queue(
-        &connection.create_channel().await.unwrap(),
-        "theirs",
-        QueueType::Classic,
-    )
-    .await;
+    declare_work_queue(&connection.create_channel().await.unwrap(), "theirs", QueueType::Classic)
+        .await;
 
     api.set_vhost_limit_max_queues(3);
     refused(&connection, "a-fourth", "PRECONDITION-FAILED").await;

@@ -35,10 +35,7 @@ pub(crate) async fn connect(url: &str) -> Connection {
 /// A new channel in confirm mode.
 pub(crate) async fn confirm_channel(connection: &Connection) -> Channel {
     let channel = connection.create_channel().await.expect("a channel");
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await
-        .expect("confirm mode");
+    channel.confirm_select(ConfirmSelectOptions::default()).await.expect("confirm mode");
     channel
 }
 
@@ -66,14 +63,8 @@ pub(crate) async fn try_publish(
     properties: BasicProperties,
     body: &[u8],
 ) -> lapin::Result<Confirmation> {
-    let options = BasicPublishOptions {
-        mandatory: true,
-        ..BasicPublishOptions::default()
-    };
-    channel
-        .basic_publish(exchange.into(), key.into(), options, body, properties)
-        .await?
-        .await
+    let options = BasicPublishOptions { mandatory: true, ..BasicPublishOptions::default() };
+    channel.basic_publish(exchange.into(), key.into(), options, body, properties).await?.await
 }
 
 /// A durable queue of the given type without further arguments.
@@ -90,10 +81,7 @@ pub(crate) async fn declare_work_queue(channel: &Channel, name: &str, kind: Queu
 /// Uses a passive declare, which does not count unacked messages nor those a quorum queue has yet to
 /// dead-letter (`messages_dlx`), and which closes the channel if there is no such queue.
 pub(crate) async fn count(channel: &Channel, queue: &str) -> u32 {
-    let options = QueueDeclareOptions {
-        passive: true,
-        ..QueueDeclareOptions::default()
-    };
+    let options = QueueDeclareOptions { passive: true, ..QueueDeclareOptions::default() };
     channel
         .queue_declare(queue.into(), options, FieldTable::default())
         .await
@@ -103,10 +91,7 @@ pub(crate) async fn count(channel: &Channel, queue: &str) -> u32 {
 
 /// Consumes with manual acknowledgement and the given prefetch.
 pub(crate) async fn consume(channel: &Channel, queue: &str, prefetch: u16) -> Consumer {
-    channel
-        .basic_qos(prefetch, BasicQosOptions::default())
-        .await
-        .expect("a prefetch");
+    channel.basic_qos(prefetch, BasicQosOptions::default()).await.expect("a prefetch");
     channel
         .basic_consume(
             queue.into(),
@@ -128,8 +113,5 @@ pub(crate) fn table<const N: usize>(fields: [(&str, AMQPValue); N]) -> FieldTabl
 }
 
 fn durable() -> QueueDeclareOptions {
-    QueueDeclareOptions {
-        durable: true,
-        ..QueueDeclareOptions::default()
-    }
+    QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() }
 }

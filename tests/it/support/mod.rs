@@ -37,8 +37,7 @@ pub(crate) fn broker_addr() -> String {
 }
 
 pub(crate) fn parse_uri(url: &str) -> AMQPUri {
-    url.parse()
-        .unwrap_or_else(|why| panic!("{url} is no AMQP URL: {why}"))
+    url.parse().unwrap_or_else(|why| panic!("{url} is no AMQP URL: {why}"))
 }
 
 fn variable(name: &str) -> String {

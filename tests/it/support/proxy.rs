@@ -59,12 +59,7 @@ impl Proxy {
             }
         })
         .abort_handle();
-        Self {
-            port,
-            line,
-            connections,
-            accepting,
-        }
+        Self { port, line, connections, accepting }
     }
 
     /// `url`, but by way of this proxy.
@@ -195,21 +190,7 @@ fn frame_length(start: &[u8]) -> usize {
 
 fn passes(frame: &[u8], from: From, line: &Line) -> bool {
     const METHOD: u8 = 1;
-    let [
-        METHOD,
-        _,
-        _,
-        _,
-        _,
-        _,
-        _,
-        class_1,
-        class_2,
-        method_1,
-        method_2,
-        ..,
-    ] = *frame
-    else {
+    let [METHOD, _, _, _, _, _, _, class_1, class_2, method_1, method_2, ..] = *frame else {
         return true;
     };
     let class = u16::from_be_bytes([class_1, class_2]);

@@ -97,10 +97,7 @@ impl Drop for User {
 /// harness names each test's thread after the test. Needs no percent-encoding.
 fn unique() -> String {
     let test = thread::current().name().unwrap_or("test").to_owned();
-    let test: String = test
-        .chars()
-        .map(|c| if c.is_ascii_alphanumeric() { c } else { '_' })
-        .take(100)
-        .collect();
+    let test: String =
+        test.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).take(100).collect();
     format!("it.{test}.{:016x}", rand::random::<u64>())
 }

@@ -1,0 +1,135 @@
+//! The engine's side of a pause: who heeds it, and who waits for it.
+
+use std::sync::PoisonError;
+
+use tokio::time::Instant;
+
+use super::Engine;
+use crate::{
+    Event, Outcome, Pauses,
+    event::Resumed,
+    pause::{Epoch, Pace, Pacing, PauseKind},
+    policy::Verdict,
+    settle::chain,
+};
+
+/// What whoever waited for its turn may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// As many jobs as it likes.
+    Open,
+    /// One job, and then it waits for its turn again.
+    Probe,
+}
+
+impl Engine {
+    /// What an attempt says about the consumer: an outage pauses it, anything else ends a pause.
+    pub(super) fn heed(&self, verdict: &Verdict, started: Epoch) {
+        match verdict {
+            Verdict::Failed { outcome: Outcome::Outage, error, .. } => {
+                let wait = self.pacing(|pacing| pacing.outage(started, Instant::now()));
+                if let Some(wait) = wait {
+                    let (queue, error) = (self.queue(), chain(error));
+                    let kind = PauseKind::Outage;
+                    self.emit(&Event::Paused { queue, kind, error, wait: Some(wait) });
+                }
+            }
+            _ => {
+                if self.pacing(|pacing| pacing.through(started, Instant::now())) {
+                    self.resumed(Resumed::GotThrough);
+                }
+            }
+        }
+    }
+
+    /// The job that was tried went away without an outcome.
+    pub(super) fn probe_lost(&self, started: Epoch) {
+        self.pacing(|pacing| pacing.probe_lost(started, Instant::now()));
+    }
+
+    /// The delivery that was to be tried was no job to run.
+    pub(crate) fn no_probe(&self) {
+        self.probe_lost(self.epoch());
+    }
+
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.pacing(|pacing| pacing.epoch())
+    }
+
+    pub(crate) fn pace(&self) -> Pace {
+        *self.pace.borrow()
+    }
+
+    pub(crate) fn is_open(&self) -> bool {
+        matches!(self.pace(), Pace::Open { .. })
+    }
+
+    pub(crate) fn pause_by_hand(&self) {
+        if self.pacing(Pacing::hold) {
+            let (queue, kind) = (self.queue(), PauseKind::Manual);
+            self.emit(&Event::Paused { queue, kind, error: String::new(), wait: None });
+        }
+    }
+
+    pub(crate) fn resume_by_hand(&self) {
+        if self.pacing(|pacing| pacing.resume(Instant::now())) {
+            self.resumed(Resumed::ByHand);
+        }
+    }
+
+    pub(super) fn reconfigure_pauses(&self, pauses: Pauses) {
+        if self.pacing(|pacing| pacing.reconfigure(pauses, Instant::now())) {
+            self.resumed(Resumed::Reconfigured);
+        }
+    }
+
+    /// Waits while the consumer pauses. After the wait one caller gets a probe.
+    pub(crate) async fn turn(&self) -> Turn {
+        let mut pace = self.pace.subscribe();
+        loop {
+            let now = *pace.borrow_and_update();
+            match now {
+                Pace::Open { .. } => return Turn::Open,
+                Pace::Paused { until: Some(until) } => {
+                    tokio::select! {
+                        () = tokio::time::sleep_until(until) => {}
+                        _ = pace.changed() => continue,
+                    }
+                    if self.pacing(|pacing| pacing.probe(Instant::now())) {
+                        return Turn::Probe;
+                    }
+                }
+                Pace::Paused { until: None } | Pace::Probing => {
+                    // The sender is the engine's own.
+                    let _ = pace.changed().await;
+                }
+            }
+        }
+    }
+
+    /// Waits until the pace is another than this.
+    pub(crate) async fn pace_other_than(&self, pace: Pace) {
+        let _ = self.pace.subscribe().wait_for(|now| *now != pace).await;
+    }
+
+    pub(crate) async fn until_not_open(&self) {
+        let _ = self.pace.subscribe().wait_for(|now| !matches!(now, Pace::Open { .. })).await;
+    }
+
+    /// Whether a consumer of ours takes jobs at full speed.
+    pub(crate) fn set_quiet(&self, quiet: bool) {
+        self.quiet.send_replace(quiet);
+    }
+
+    fn resumed(&self, why: Resumed) {
+        self.emit(&Event::Resumed { queue: self.queue(), why });
+    }
+
+    fn pacing<T>(&self, f: impl FnOnce(&mut Pacing) -> T) -> T {
+        let mut pacing = self.pacing.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = f(&mut pacing);
+        let pace = pacing.pace();
+        self.pace.send_if_modified(|told| std::mem::replace(told, pace) != pace);
+        answer
+    }
+}
