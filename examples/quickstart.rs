@@ -109,6 +109,10 @@ async fn report(
             Event::Retried { job, delay, error, .. } => {
                 (job, format!("{error}; again in {}", seconds(delay)), Some(delay))
             }
+            Event::Disconnected { error, .. } => {
+                println!("not consuming: {error}");
+                continue;
+            }
             _ => continue,
         };
         let (id, attempt) = (job.id().to_owned(), job.retry_count() + 1);

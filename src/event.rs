@@ -74,7 +74,8 @@ pub enum Event {
         /// The last error and its sources; empty if no attempt was made.
         error: String,
     },
-    /// The job went back to the work queue without a verdict.
+    /// The job went back to the work queue without a verdict. Jobs that a shutdown gives back
+    /// without having looked at them are not told of.
     #[non_exhaustive]
     GivenBack {
         /// The job.

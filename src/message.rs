@@ -5,6 +5,8 @@ mod budget;
 mod copy;
 mod header;
 mod story;
+#[cfg(test)]
+mod tests;
 
 use std::{fmt, sync::Arc};
 

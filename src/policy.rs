@@ -6,7 +6,7 @@ mod level;
 mod outcome;
 mod select;
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::Deserialize;
 
@@ -122,6 +122,12 @@ impl BuriedReason {
             Self::InvalidHeaders => "invalid-headers",
             Self::TooLarge => "too-large",
         }
+    }
+}
+
+impl fmt::Display for BuriedReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 

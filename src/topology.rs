@@ -76,7 +76,7 @@ pub(crate) struct Lane {
 /// use lapin_retry::{QueueType, RetryPolicy, Topology};
 ///
 /// let topology = Topology::new("orders", RetryPolicy::new([15]).lanes(2), QueueType::Quorum)?;
-/// let names: Vec<_> = topology.queues().iter().map(|queue| queue.name.as_str()).collect();
+/// let names: Vec<_> = topology.queues().map(|queue| queue.name.as_str()).collect();
 /// assert_eq!(
 ///     names,
 ///     ["orders.buried", "orders.retry.00015s.00011250ms", "orders.retry.00015s.00015000ms"]
@@ -167,13 +167,13 @@ impl Topology {
 
     /// The queues that are there from the start, by name: the buried queue, then the lanes level by
     /// level, the shortest first.
-    pub fn queues(&self) -> Vec<&QueueSpec> {
+    pub fn queues(&self) -> impl ExactSizeIterator<Item = &QueueSpec> {
         let lanes = self.ladders.iter().flat_map(BTreeMap::values).flatten();
         let by_name: BTreeMap<&str, &QueueSpec> = std::iter::once(&self.buried)
             .chain(lanes.map(|lane| &lane.queue))
             .map(|queue| (queue.name.as_str(), queue))
             .collect();
-        by_name.into_values().collect()
+        by_name.into_values()
     }
 
     /// The queues that are made when the first job needs one: the ladder for busy jobs, and those
@@ -189,7 +189,7 @@ impl Topology {
 
     /// A queue of ours by its name.
     pub(crate) fn find(&self, name: &str) -> Option<&QueueSpec> {
-        let mut all = self.queues().into_iter().chain(self.queues_on_first_use());
+        let mut all = self.queues().chain(self.queues_on_first_use());
         all.find(|queue| queue.name == name)
     }
 
@@ -237,7 +237,7 @@ mod tests {
     #[test]
     fn the_default_policy_makes_57_queues_that_sort_by_delay() {
         let topology = Topology::new("orders", RetryPolicy::default(), QueueType::Quorum).unwrap();
-        let names: Vec<_> = topology.queues().iter().map(|q| q.name.clone()).collect();
+        let names: Vec<_> = topology.queues().map(|q| q.name.clone()).collect();
         assert_eq!(names.len(), 57);
         assert!(names.is_sorted());
         assert_eq!(names[0], "orders.buried");
@@ -249,8 +249,8 @@ mod tests {
     fn without_jitter_a_level_is_one_queue() {
         let policy = RetryPolicy::new(["15s", "1500ms"]).jitter(Jitter::None);
         let topology = Topology::new("orders", policy.clone(), QueueType::Quorum).unwrap();
-        let names: Vec<_> = topology.queues().iter().map(|q| q.name.as_str()).collect();
-        assert_eq!(names, ["orders.buried", "orders.retry.00015s", "orders.retry.00001500ms"]);
+        let names: Vec<_> = topology.queues().map(|q| q.name.as_str()).collect();
+        assert_eq!(names, ["orders.buried", "orders.retry.00001500ms", "orders.retry.00015s"]);
     }
 
     #[test]

@@ -82,6 +82,12 @@ impl From<String> for Broker {
     }
 }
 
+impl From<&String> for Broker {
+    fn from(url: &String) -> Self {
+        Self::from(url.as_str())
+    }
+}
+
 impl From<&Broker> for Broker {
     fn from(broker: &Broker) -> Self {
         broker.clone()

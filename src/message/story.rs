@@ -1,5 +1,8 @@
 //! Our headers on a message, as a struct: read from a delivery, told on, written to a copy.
 
+#[cfg(test)]
+mod tests;
+
 use std::time::{Duration, SystemTime};
 
 use lapin::{
@@ -16,6 +19,10 @@ pub(crate) const HISTORY_ENTRIES: usize = 8;
 pub(crate) const ERROR_BYTES: usize = 1024;
 /// How much of it each entry of the history keeps.
 const HISTORY_ERROR_BYTES: usize = 256;
+/// How much of it is kept when room is scarce, before it is given up.
+const SHORT_ERROR_BYTES: usize = 128;
+/// How much of a worker's name is kept. Nothing makes `buried-by` shorter later.
+const WORKER_BYTES: usize = 255;
 
 /// What is known of a job from the headers it came with.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -50,6 +57,8 @@ pub(super) struct Burial {
     pub(super) reason: BuriedReason,
     pub(super) at: SystemTime,
     pub(super) by: String,
+    /// The foreign headers that had to go, with their sizes.
+    pub(super) dropped: Option<String>,
 }
 
 /// One failed attempt.
@@ -171,7 +180,7 @@ impl Story {
             ("kind", failure.kind.as_str()),
             ("error", cut(failure.error, HISTORY_ERROR_BYTES).as_str()),
             ("level", failure.level.as_str()),
-            ("worker", failure.worker),
+            ("worker", cut(failure.worker, WORKER_BYTES).as_str()),
         ] {
             entry.insert(key.into(), string(value));
         }
@@ -240,7 +249,7 @@ impl Story {
 
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
         self.due_at = None;
-        self.buried = Some(Burial { reason, at, by: by.to_owned() });
+        self.buried = Some(Burial { reason, at, by: cut(by, WORKER_BYTES), dropped: None });
     }
 
     /// Whether a header of ours that decides something makes no sense.
@@ -297,12 +306,37 @@ impl Story {
             set(BURIED_REASON, Some(string(burial.reason.as_str())));
             set(BURIED_AT, time(Some(burial.at)));
             set(BURIED_BY, Some(string(&burial.by)));
+            set(BURIED_DROPPED_HEADERS, words(&burial.dropped));
         }
         // Last, so that an odd value is kept as it came.
         for (key, value) in &self.odd {
             set(key, Some(value.clone()));
         }
     }
+}
+
+/// One step shorter: history, error, originals. False when nothing is left to cut.
+pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
+    if !story.history.is_empty() {
+        story.history.remove(0);
+        return true;
+    }
+    *step += 1;
+    match step {
+        1 => story.error = story.error.take().map(|error| cut(&error, SHORT_ERROR_BYTES)),
+        2 => story.error = None,
+        3 => {
+            story.original_cc = None;
+            story.original_user_id = None;
+            story.foreign_count = None;
+        }
+        4 => {
+            story.original_exchange = None;
+            story.original_routing_key = None;
+        }
+        _ => return false,
+    }
+    true
 }
 
 /// A history that somebody else may have written: entries that are no tables are left out.

@@ -276,6 +276,12 @@ impl FailureKind {
     }
 }
 
+impl fmt::Display for FailureKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
 /// The outcome of one attempt, read.
 #[derive(Debug)]
 pub(crate) enum Verdict {

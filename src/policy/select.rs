@@ -105,3 +105,9 @@ impl From<RetryPolicy> for Policies {
         Self::new(policy)
     }
 }
+
+impl From<&RetryPolicy> for Policies {
+    fn from(policy: &RetryPolicy) -> Self {
+        Self::new(policy.clone())
+    }
+}

@@ -20,7 +20,7 @@ pub(crate) async fn declare(
     work_queue.map_err(|e| explain(about_the_work_queue(e, topology)))?;
     let queues = topology.queues();
     let needed = queues.len();
-    let each: Vec<_> = queues.into_iter().map(|queue| make(link, queue, mode)).collect();
+    let each: Vec<_> = queues.map(|queue| make(link, queue, mode)).collect();
     let mut answers = stream::iter(each).buffer_unordered(SIDE_BY_SIDE);
     let mut made = 0;
     let mut refused = None;
