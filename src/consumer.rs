@@ -15,6 +15,9 @@ use crate::{
     settle::Engine,
 };
 
+/// How long a hand-off may take before the consumer is in trouble.
+const HAND_OFF_BOUND: Duration = Duration::from_secs(30);
+
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
 ///
 /// A closure shares what it needs like this:
@@ -68,6 +71,7 @@ pub struct RetryConsumer {
 /// | [`prefetch`](Self::prefetch) | 100 |
 /// | [`concurrency`](Self::concurrency) | as the prefetch |
 /// | [`handler_timeout`](Self::handler_timeout) | 25 min, under the broker's consumer timeout of 30 min |
+/// | [`consumer_timeout`](Self::consumer_timeout) | 30 min, the broker's default |
 /// | [`consumer_tag`](Self::consumer_tag) | the worker's name |
 /// | [`priority`](Self::priority), [`argument`](Self::argument) | none |
 #[derive(Debug)]
@@ -78,6 +82,7 @@ pub struct Builder {
     prefetch: u16,
     concurrency: Option<usize>,
     handler_timeout: Duration,
+    consumer_timeout: Duration,
     consumer_tag: Option<String>,
     arguments: FieldTable,
 }
@@ -92,6 +97,7 @@ impl RetryConsumer {
             prefetch: 100,
             concurrency: None,
             handler_timeout: Duration::from_secs(25 * 60),
+            consumer_timeout: Duration::from_secs(30 * 60),
             consumer_tag: None,
             arguments: FieldTable::default(),
         }
@@ -203,6 +209,14 @@ impl Builder {
         self
     }
 
+    /// The broker's consumer timeout, if it is not the default of 30 minutes. It is not set by
+    /// this, only respected: no job is held longer.
+    #[must_use]
+    pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
+        self.consumer_timeout = timeout;
+        self
+    }
+
     /// The consumer's tag, as the management UI shows it. Default: the worker's name.
     #[must_use]
     pub fn consumer_tag(mut self, tag: impl Into<String>) -> Self {
@@ -246,6 +260,15 @@ impl Builder {
         })
     }
 
+    /// All that can be checked without a broker.
+    #[cfg(feature = "config")]
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.validate()?;
+        self.settings.validate()?;
+        let Settings { policies, queue_type, .. } = &self.settings;
+        crate::Topology::new(&self.queue, policies, *queue_type).map(drop)
+    }
+
     fn validate(&self) -> Result<(), Error> {
         if self.prefetch == 0 {
             return Err(Error::configuration(
@@ -258,6 +281,14 @@ impl Builder {
         }
         if self.handler_timeout.is_zero() {
             return Err(Error::configuration("handler_timeout: zero; every job would time out"));
+        }
+        if self.handler_timeout.saturating_add(HAND_OFF_BOUND) >= self.consumer_timeout {
+            return Err(Error::configuration(format!(
+                "handler_timeout: {:?} and {HAND_OFF_BOUND:?} for the hand-off reach the broker's \
+                 consumer timeout of {:?}, after which it delivers the job again; shorten it, or \
+                 raise both consumer_timeout here and in rabbitmq.conf",
+                self.handler_timeout, self.consumer_timeout
+            )));
         }
         if self.consumer_tag.as_ref().is_some_and(|tag| tag.len() > 255) {
             return Err(Error::configuration("consumer_tag: longer than 255 bytes"));

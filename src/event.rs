@@ -2,9 +2,17 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
     time::{Duration, SystemTime},
 };
+
+use futures_util::Stream;
+use tokio::sync::mpsc;
 
 use crate::{BuriedReason, Error, FailureKind, Job, PauseKind};
 
@@ -168,6 +176,42 @@ pub enum Resumed {
     Reconfigured,
 }
 
+/// Events for whoever cannot handle them at once: a stream with a bound. What does not fit is
+/// dropped and counted, so that nobody who reads slowly slows down the jobs.
+#[derive(Debug)]
+pub struct Events {
+    receiver: mpsc::Receiver<Event>,
+    dropped: Arc<AtomicU64>,
+}
+
+impl Events {
+    /// At most `capacity` events wait. Also the hook that feeds them.
+    pub(crate) fn bounded(capacity: usize) -> (Self, impl Fn(&Event) + Send + Sync + 'static) {
+        let (sender, receiver) = mpsc::channel(capacity.max(1));
+        let dropped = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&dropped);
+        let feed = move |event: &Event| {
+            if sender.try_send(event.clone()).is_err() {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        (Self { receiver, dropped }, feed)
+    }
+
+    /// How many events were dropped so far because nobody had read those before.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Stream for Events {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.receiver.poll_recv(cx)
+    }
+}
+
 pub(crate) type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 
 /// Tells the log and the hooks. A hook that panics harms nothing.
@@ -279,4 +323,35 @@ fn log(queue: &str, event: &Event) {
 
 fn millis(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::{FutureExt, StreamExt};
+
+    fn ready(queues: usize) -> Event {
+        Event::Ready { queue: "orders".to_owned(), queues }
+    }
+
+    #[test]
+    fn a_hook_that_panics_harms_no_other() {
+        let (mut events, feed) = Events::bounded(2);
+        let observers: [Observer; 2] = [Arc::new(|_: &Event| panic!("hook")), Arc::new(feed)];
+        emit("orders", &observers, &ready(1));
+        assert!(matches!(events.next().now_or_never(), Some(Some(Event::Ready { queues: 1, .. }))));
+    }
+
+    #[test]
+    fn events_that_nobody_reads_are_dropped_and_counted() {
+        let (mut events, feed) = Events::bounded(2);
+        (1..=5).for_each(|n| feed(&ready(n)));
+        assert_eq!(events.dropped(), 3);
+        drop(feed);
+        let mut read = Vec::new();
+        while let Some(Some(Event::Ready { queues, .. })) = events.next().now_or_never() {
+            read.push(queues);
+        }
+        assert_eq!(read, [1, 2], "the oldest are kept, and the stream ends with its consumer");
+    }
 }

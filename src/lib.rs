@@ -2,6 +2,8 @@
 
 mod admit;
 mod clock;
+#[cfg(feature = "config")]
+mod config;
 mod consumer;
 mod error;
 mod event;
@@ -18,10 +20,12 @@ mod topology;
 
 pub use lapin;
 
+#[cfg(feature = "config")]
+pub use self::config::Config;
 pub use self::{
     consumer::{Builder, Handle, Handler, RetryConsumer},
     error::{Error, ErrorKind},
-    event::{Event, Postponed, Resumed},
+    event::{Event, Events, Postponed, Resumed},
     job::Job,
     link::Broker,
     pause::{PauseKind, Pauses},

@@ -3,8 +3,8 @@
 use std::{error::Error as StdError, fmt, sync::Arc, time::Duration};
 
 use crate::{
-    Declare, Error, Event, Outcome, Pauses, Policies, QueueType, RetryPolicy, event::Observer,
-    policy::Classifier,
+    Declare, Error, Event, Events, Outcome, Pauses, Policies, QueueType, RetryPolicy,
+    event::Observer, policy::Classifier,
 };
 
 /// How jobs of one work queue are retried, whoever runs them.
@@ -130,6 +130,29 @@ impl Settings {
     pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
         self.observers.push(Arc::new(hook));
         self
+    }
+
+    /// The same events as a stream with room for `capacity` of them, for hooks that are slow or
+    /// asynchronous: an alert by mail, say. Those that do not fit are dropped and counted.
+    ///
+    /// ```
+    /// use futures_util::StreamExt;
+    /// use lapin_retry::{Event, RetryPolicy, Settings};
+    ///
+    /// let (settings, mut events) = Settings::new(RetryPolicy::default()).events(1000);
+    /// # async fn alert(_: &str) {}
+    /// # async fn example(mut events: lapin_retry::Events) {
+    /// while let Some(event) = events.next().await {
+    ///     if let Event::Buried { job, reason, .. } = event {
+    ///         alert(&format!("{} is buried: {reason}", job.id())).await;
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn events(self, capacity: usize) -> (Self, Events) {
+        let (events, feed) = Events::bounded(capacity);
+        (self.on_event(feed), events)
     }
 
     pub(crate) fn validate(&self) -> Result<(), Error> {

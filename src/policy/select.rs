@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::Deserialize;
+
 use super::RetryPolicy;
 use crate::{Error, Job, message::text_header};
 
@@ -28,7 +30,8 @@ pub struct Policies {
 }
 
 /// What tells the kinds of jobs apart.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Select {
     /// The AMQP property `type`, the default.
@@ -109,5 +112,11 @@ impl From<RetryPolicy> for Policies {
 impl From<&RetryPolicy> for Policies {
     fn from(policy: &RetryPolicy) -> Self {
         Self::new(policy.clone())
+    }
+}
+
+impl From<&Policies> for Policies {
+    fn from(policies: &Policies) -> Self {
+        policies.clone()
     }
 }
