@@ -22,6 +22,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// [consumers.orders]                    # the name is yours
 /// queue = "orders"                      # default: the name
 /// policy = { levels = [15, "2m"], jitter = "equal", lanes = 8, max_age = "1d" }
+/// # in place of levels: exponential = { initial = "500ms", multiplier = 2, max = "30s", attempts = 7 }
 /// select = "type"                       # or "routing-key", or { header = "kind" }
 /// types.sync = { levels = [5, 300], jitter = { proportional = 0.2 } }
 /// pause = { first = 5, max = "5m" }
