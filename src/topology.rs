@@ -14,7 +14,7 @@ use self::name::Name;
 pub(crate) use self::{
     deck::Decks,
     declare::{declare, make},
-    place::{Wait, in_reach},
+    place::Wait,
 };
 use crate::{
     Error, Policies, RetryPolicy,

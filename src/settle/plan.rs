@@ -14,7 +14,7 @@ use crate::{
     event::Postponed,
     message::{Failure, Story},
     policy::{Classifier, Decision, Verdict},
-    topology::{Decks, Lane, Wait, in_reach},
+    topology::{Decks, Lane, Wait},
 };
 
 /// What is left of a wait and shorter than this is waited out in the worker.
@@ -283,12 +283,13 @@ impl Rules {
         story: &mut Story,
     ) -> Option<Lane> {
         let wait_ms = whole_ms(delay);
-        if !in_reach(wait_ms) {
+        if !self.topology.in_reach(policy, wait_ms) {
             return None;
         }
         let wait = self.topology.place(policy, wait_ms, &mut self.chance().rng);
         if let Wait::Hop(_) = wait {
-            story.not_before = now.checked_add(delay);
+            // The header has whole milliseconds, and what it cuts off would be early.
+            story.not_before = now.checked_add(Duration::from_millis(wait_ms + 1));
         }
         Some(wait.lane().clone())
     }
@@ -297,8 +298,8 @@ impl Rules {
     fn wait(&self, job: &Job, left: Duration) -> Option<Lane> {
         let wait_ms = whole_ms(left);
         let policy = self.policies.of(job);
-        in_reach(wait_ms)
-            .then(|| self.topology.place(policy, wait_ms, &mut self.chance().rng).lane().clone())
+        let place = || self.topology.place(policy, wait_ms, &mut self.chance().rng).lane().clone();
+        self.topology.in_reach(policy, wait_ms).then(place)
     }
 
     fn chance(&self) -> std::sync::MutexGuard<'_, Chance> {

@@ -26,12 +26,26 @@ impl<'a> Wait<'a> {
     }
 }
 
-/// Whether hops can spend this wait at all.
-pub(crate) fn in_reach(wait_ms: u64) -> bool {
-    wait_ms <= MAX_DELAY_MS && wait_ms / HOLD_MS[2] <= MAX_HOPS
-}
-
 impl Topology {
+    /// Whether hops can spend this wait at all.
+    pub(crate) fn in_reach(&self, policy: usize, wait_ms: u64) -> bool {
+        wait_ms <= MAX_DELAY_MS && self.hops(policy, wait_ms) <= MAX_HOPS
+    }
+
+    /// How many lanes a wait goes through before the one that ends it.
+    fn hops(&self, policy: usize, wait_ms: u64) -> u64 {
+        let own = self.ladders[policy].values().flatten().map(|lane| lane.delay_ms).max();
+        let own = own.unwrap_or(HOLD_MS[0]);
+        let longer = HOLD_MS.into_iter().rev().filter(|hold| *hold > own);
+        let mut left = wait_ms;
+        let mut hops = 0;
+        for lane in longer.chain([own]) {
+            hops += left / lane;
+            left %= lane;
+        }
+        hops
+    }
+
     /// A lane that is not shorter than the wait: one of the policy's in `wait..=1.25 wait`, at
     /// random, for a herd that was sent away together must not return together; else the first
     /// not shorter. A longer wait goes hop by hop, each in the longest lane that fits.
@@ -58,13 +72,16 @@ impl Topology {
     }
 
     /// The lane of a job that is busy for the n-th time in a row: the first not shorter than a
-    /// random time in its window.
+    /// random time, among those in its window.
     pub(crate) fn place_busy(&self, n: u32, rng: &mut impl Rng) -> &Lane {
         let window = busy_window_ms(n);
+        let inside = self.busy.partition_point(|lane| lane.delay_ms <= *window.end());
+        let inside = &self.busy[..inside];
+        // The first window has eight lanes.
+        let last = &inside[inside.len() - 1];
         // The window's start itself is no lane, so that the first is drawn as often as the others.
-        let wanted = rng.random_range(window.start() + 1..=*window.end());
-        let not_shorter = self.busy.iter().find(|lane| lane.delay_ms >= wanted);
-        not_shorter.unwrap_or(&self.busy[self.busy.len() - 1])
+        let wanted = rng.random_range(window.start() + 1..=last.delay_ms);
+        inside.iter().find(|lane| lane.delay_ms >= wanted).unwrap_or(last)
     }
 }
 
@@ -123,11 +140,28 @@ mod tests {
         }
         assert_eq!(drawn.len(), 8);
         assert!(drawn.values().all(|&n| (850..1_150).contains(&n)), "{drawn:?}");
-        for n in [2, 6, 100, u32::MAX] {
+        for n in [2, 3, 4, 5, 6, 100, u32::MAX] {
             let most = (0..2_000).map(|_| topology.place_busy(n, &mut rng).delay_ms).max();
             let end = *busy_window_ms(n).end();
-            assert!(most.is_some_and(|ms| ms >= end - end / 5 && ms <= end + end / 5), "{most:?}");
+            assert!(most.is_some_and(|ms| ms >= end - end / 5 && ms <= end), "{n}: {most:?}");
         }
+    }
+
+    #[test]
+    fn a_wait_of_more_than_ten_thousand_hops_is_out_of_reach_however_short_the_lanes_are() {
+        let second = 1_000;
+        let day = 86_400 * second;
+        let of = |levels: &[&str]| topology(RetryPolicy::new(levels).jitter(Jitter::None));
+        let slow = of(&["1s", "4s"]);
+        assert_eq!(slow.hops(0, day), 4);
+        assert_eq!(slow.hops(0, 2 * day - second), 7 + 5 + 5 + 149);
+        assert_eq!(slow.hops(0, 3 * second), 0);
+        assert!(slow.in_reach(0, 2_500 * day));
+        assert!(!slow.in_reach(0, 2_501 * day));
+        let long = of(&["90d"]);
+        assert!(long.in_reach(0, MAX_DELAY_MS) && !long.in_reach(0, MAX_DELAY_MS + 1));
+        let quick = of(&["1ms"]);
+        assert!(quick.in_reach(0, 10 * second) && !quick.in_reach(0, 10 * second + 1));
     }
 
     proptest! {
