@@ -31,7 +31,7 @@ use crate::{
     message::{Copier, Outgoing, TooLarge, cut},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
-    topology::{declare, make},
+    topology::{Lane, declare, make},
 };
 
 /// The most that is kept of an error's text in memory and in events, in bytes.
@@ -244,7 +244,9 @@ impl Engine {
             };
             let (why, undecided) = match answer {
                 Confirmed::Yes => break (event, settled),
-                Confirmed::Returned(why) => (self.declare_again(&copy.queue, &why).await, false),
+                Confirmed::Returned(why) => {
+                    (self.declare_again(to.lane(), &copy.queue, &why).await, false)
+                }
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
                 }
@@ -319,9 +321,12 @@ impl Engine {
     }
 
     /// The queue went missing under us: it is made again, unless that is not ours to do.
-    async fn declare_again(&self, name: &str, why: &str) -> String {
+    ///
+    /// A lane is known from the move: under the rules of today there may be no such lane.
+    async fn declare_again(&self, lane: Option<&Lane>, name: &str, why: &str) -> String {
         let rules = self.rules();
-        let missing = rules.topology.find(name);
+        let lane = lane.map(|lane| &lane.queue).filter(|queue| queue.name == name);
+        let missing = lane.or_else(|| rules.topology.find(name));
         let Some(queue) = missing.filter(|_| self.settings.declare == Declare::Create) else {
             return format!(
                 "the queue is missing ({why}); make it, or start with declare = \"create\""

@@ -101,6 +101,14 @@ impl Move {
         work_queue: &str,
         now: SystemTime,
     ) -> Result<Onward, BuriedReason> {
+    /// Where it waits, if it does.
+    pub(super) fn lane(&self) -> Option<&Lane> {
+        match &self.to {
+            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
+            To::WorkQueue | To::Buried(_) => None,
+        }
+    }
+
         let (job, error, kind) = (job.clone(), self.error.clone(), self.kind);
         let mut story = self.story.clone();
         let lane = match &self.to {
