@@ -193,13 +193,10 @@ impl Story {
     /// copy cannot carry. `timestamp` in seconds and `expiration` in milliseconds are the
     /// message's own properties; together they are its deadline.
     pub(crate) fn remember(&mut self, message: &Message, now: SystemTime) {
+        let properties = &message.properties;
+        self.deadline = self.end_of_life(properties, now);
         self.original_exchange.get_or_insert_with(|| message.exchange.to_string());
         self.original_routing_key.get_or_insert_with(|| message.routing_key.to_string());
-        let properties = &message.properties;
-        if let (None, Some(expiration)) = (self.deadline, properties.expiration()) {
-            let lifetime = expiration.as_str().parse().ok().map(Duration::from_millis);
-            self.deadline = lifetime.and_then(|life| self.born(properties, now).checked_add(life));
-        }
         if let Some(headers) = properties.headers() {
             let copies: Vec<_> = ["CC", "BCC"]
                 .iter()
@@ -224,7 +221,22 @@ impl Story {
         now: SystemTime,
     ) -> Option<SystemTime> {
         let too_old = max_age.and_then(|age| self.born(properties, now).checked_add(age));
-        self.deadline.into_iter().chain(too_old).min()
+        self.end_of_life(properties, now).into_iter().chain(too_old).min()
+    }
+
+    /// The job's own deadline: what its headers say, or at first its lifetime.
+    fn end_of_life(&self, properties: &BasicProperties, now: SystemTime) -> Option<SystemTime> {
+        if self.deadline.is_some() || !self.is_first() {
+            // The expiration of a copy of ours is a lane's.
+            return self.deadline;
+        }
+        let life = properties.expiration().as_ref()?.as_str().parse().ok()?;
+        self.born(properties, now).checked_add(Duration::from_millis(life))
+    }
+
+    /// Whether nothing was remembered of the job yet: it comes from its publisher.
+    pub(crate) fn is_first(&self) -> bool {
+        self.original_exchange.is_none()
     }
 
     /// When the job's life began: its timestamp if it has one that is not in the future, else its

@@ -1,6 +1,9 @@
 //! Where a job goes, as a value: decided from its story, its outcome and the rules. Knows no
 //! channel.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     sync::{Mutex, PoisonError},
     time::{Duration, SystemTime},
@@ -19,6 +22,8 @@ use crate::{
 
 /// What is left of a wait and shorter than this is waited out in the worker.
 const SHORT: Duration = Duration::from_secs(1);
+/// The resolution of a message's timestamp.
+const TIMESTAMP: Duration = Duration::from_secs(1);
 
 /// The policies and their queues. A job keeps the rules that it was admitted under.
 #[derive(Debug)]
@@ -89,9 +94,19 @@ pub(super) struct Onward {
 
 impl Move {
     /// Of a job that was not run.
-    fn unrun(story: &Story, to: To) -> Self {
-        let story = story.clone();
+    fn unrun(job: &Job, now: SystemTime, to: To) -> Self {
+        let mut story = job.story().clone();
+        // It may be the first that is seen of it.
+        story.remember(job.message(), now);
         Self { story, to, kind: FailureKind::Failed, error: String::new() }
+    }
+
+    /// Where it waits, if it does.
+    pub(super) fn lane(&self) -> Option<&Lane> {
+        match &self.to {
+            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
+            To::WorkQueue | To::Buried(_) => None,
+        }
     }
 
     /// Onward from `now`, or the reason to bury it.
@@ -101,14 +116,6 @@ impl Move {
         work_queue: &str,
         now: SystemTime,
     ) -> Result<Onward, BuriedReason> {
-    /// Where it waits, if it does.
-    pub(super) fn lane(&self) -> Option<&Lane> {
-        match &self.to {
-            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
-            To::WorkQueue | To::Buried(_) => None,
-        }
-    }
-
         let (job, error, kind) = (job.clone(), self.error.clone(), self.kind);
         let mut story = self.story.clone();
         let lane = match &self.to {
@@ -175,15 +182,17 @@ impl Rules {
     /// succeeded is not buried for another header.
     pub(crate) fn on_arrival(&self, job: &Job, now: SystemTime) -> Arrival {
         let story = job.story();
-        let bury = |reason| {
-            let to = To::Buried(reason);
-            Arrival::Move(Box::new(Move::unrun(story, to)))
-        };
+        let unrun = |to| Arrival::Move(Box::new(Move::unrun(job, now, to)));
+        let bury = |reason| unrun(To::Buried(reason));
         if story.is_odd_on_arrival() {
             return bury(BuriedReason::InvalidHeaders);
         }
         let max_age = self.policies.get(self.policies.of(job)).age_limit();
-        let expires_at = story.expires_at(job.properties(), max_age, now);
+        let mut expires_at = story.expires_at(job.properties(), max_age, now);
+        if story.is_first() {
+            // A timestamp has whole seconds, so the job may be younger.
+            expires_at = expires_at.and_then(|end| end.checked_add(TIMESTAMP));
+        }
         if expires_at.is_some_and(|end| end < now) {
             return bury(BuriedReason::Expired);
         }
@@ -192,7 +201,7 @@ impl Rules {
             None => Arrival::Run,
             Some(left) if left < SHORT => Arrival::RunAfter(left),
             Some(left) => match self.wait(job, left) {
-                Some(lane) => Arrival::Move(Box::new(Move::unrun(story, To::Hop { lane }))),
+                Some(lane) => unrun(To::Hop { lane }),
                 None => bury(BuriedReason::InvalidHeaders),
             },
         }
