@@ -13,6 +13,7 @@ mod management;
 mod proxy;
 mod vhost;
 mod wait;
+mod work;
 
 pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
@@ -22,6 +23,7 @@ pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
+pub(crate) use work::{Told, WORK, Work, ours};
 
 use lapin::uri::AMQPUri;
 
