@@ -246,6 +246,14 @@ impl Config {
         Ok(self.consumer(name)?.settings.clone())
     }
 
+    /// The policies of this consumer, for a look at its levels.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    pub fn policies(&self, name: &str) -> Result<&Policies, Error> {
+        Ok(&self.consumer(name)?.settings.policies)
+    }
+
     fn consumer(&self, name: &str) -> Result<&Consumer, Error> {
         self.consumers.get(name).ok_or_else(|| {
             let known: Vec<_> = self.names().collect();
@@ -313,6 +321,8 @@ mod tests {
         }
         let mails = format!("{:?}", config.builder("amqp://localhost", "mails").unwrap());
         assert!(mails.contains("queue: \"mails\"") && mails.contains("prefetch: 100"), "{mails}");
+        let sync = config.policies("orders").unwrap().get("sync");
+        assert_eq!(sync, &RetryPolicy::new([5]));
         assert!(config.settings("nobody").unwrap_err().to_string().contains("mails, orders"));
     }
 

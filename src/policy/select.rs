@@ -18,6 +18,8 @@ use crate::{Error, Job, message::text_header};
 ///     .select(Select::Type)
 ///     .with("observation", RetryPolicy::new(["500ms", "5s", "30s"]))
 ///     .with("sync", RetryPolicy::new([5, 60, 300]));
+/// assert_eq!(policies.get("sync").retries(), 3);
+/// assert_eq!(policies.get("mail"), policies.get("any other"));
 /// # policies.validate().unwrap();
 /// ```
 #[derive(Clone, Debug, PartialEq)]
@@ -78,7 +80,13 @@ impl Policies {
         Ok(())
     }
 
-    /// Which policy a job has, for [`Self::get`] and the lanes made for it.
+    /// The policy of jobs with this `value` of what is selected; the default if they have none of
+    /// their own.
+    pub fn get(&self, value: &str) -> &RetryPolicy {
+        self.at(self.by_value.get(value).copied().unwrap_or(0))
+    }
+
+    /// Which policy a job has, for [`Self::at`] and the lanes made for it.
     pub(crate) fn of(&self, job: &Job) -> usize {
         let value = match &self.select {
             Select::Type => Some(job.kind().to_owned()),
@@ -88,7 +96,7 @@ impl Policies {
         value.and_then(|value| self.by_value.get(&value).copied()).unwrap_or(0)
     }
 
-    pub(crate) fn get(&self, index: usize) -> &RetryPolicy {
+    pub(crate) fn at(&self, index: usize) -> &RetryPolicy {
         &self.all[index]
     }
 

@@ -187,7 +187,7 @@ impl Rules {
         if story.is_odd_on_arrival() {
             return bury(BuriedReason::InvalidHeaders);
         }
-        let max_age = self.policies.get(self.policies.of(job)).age_limit();
+        let max_age = self.policies.at(self.policies.of(job)).age_limit();
         let mut expires_at = story.expires_at(job.properties(), max_age, now);
         if story.is_first() {
             // A timestamp has whole seconds, so the job may be younger.
@@ -216,7 +216,7 @@ impl Rules {
         worker: &str,
     ) -> Option<Move> {
         let index = self.policies.of(job);
-        let policy = self.policies.get(index);
+        let policy = self.policies.at(index);
         let mut story = job.story().clone();
         // Reached, for the job was run.
         story.not_before = None;
