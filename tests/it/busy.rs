@@ -189,14 +189,15 @@ impl Contest {
 #[tokio::test(flavor = "multi_thread")]
 async fn fifty_jobs_share_one_slot_with_fewer_collisions_than_at_a_fixed_delay() {
     let (random, fixed) = (Work::new().await, Work::new().await);
-    let two_seconds = Duration::from_secs(2);
-    let plenty = RetryPolicy::exponential(two_seconds, 1.0, two_seconds, 10_000);
-    let at_random = Contest::start(&random, one_level(), |error| busy(error).into()).await;
-    let at_fixed = Contest::start(&fixed, plenty.jitter(Jitter::None), |error| error).await;
+    // All are there before anybody takes one, so that they do meet.
     for _ in 0..JOBS {
         random.publish(BasicProperties::default(), "").await;
         fixed.publish(BasicProperties::default(), "").await;
     }
+    let two_seconds = Duration::from_secs(2);
+    let plenty = RetryPolicy::exponential(two_seconds, 1.0, two_seconds, 10_000);
+    let at_random = Contest::start(&random, one_level(), |error| busy(error).into()).await;
+    let at_fixed = Contest::start(&fixed, plenty.jitter(Jitter::None), |error| error).await;
     // The windows grow to a minute for those without luck.
     eventually("all jobs are done", 9 * PATIENCE, async || at_random.done.load(SeqCst) == JOBS)
         .await;

@@ -38,7 +38,7 @@ fn job(properties: BasicProperties) -> Job {
 
 /// The job as the broker gives it back, and after how long.
 fn given_back(job: &Job, going: &Move, now: SystemTime) -> (Job, Duration) {
-    let onward = going.onward(job, "orders", now).ok().expect("a lane");
+    let onward = going.onward(job, "orders", now).expect("a lane");
     let delay = onward.delay_ms.expect("a lane");
     let copy = COPIER.onward(job.message(), job.id(), onward.story, &onward.queue, Some(delay));
     (self::job(copy.unwrap().properties), Duration::from_millis(delay))
