@@ -17,7 +17,9 @@ impl Engine {
     pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
         let Incoming { message, tag } = incoming;
         let rules = self.rules();
-        let story = Story::read(&message, rules.topology.work_queue());
+        let now = self.now();
+        let mut story = Story::read(&message, rules.topology.work_queue());
+        story.forgive(now);
         let job = Job::new(message, story);
         // lapin hands out what it had buffered when the channel died. Such a job is delivered
         // again, so running it now would run it twice.
@@ -25,7 +27,7 @@ impl Engine {
             self.emit(&Event::Stale { job });
             return None;
         }
-        let due = match rules.on_arrival(&job, self.now()) {
+        let due = match rules.on_arrival(&job, now) {
             Arrival::Run => None,
             Arrival::RunAfter(left) => Some(Instant::now() + left),
             Arrival::Move(to) => {

@@ -122,7 +122,7 @@ impl RetryConsumer {
             queue,
         };
         // The first time, a refusal is the caller's to see.
-        let subscription = engine.link().consume(&how).await?;
+        let subscription = engine.link().consume(&how, false).await?;
         engine.set_quiet(false);
         let (stop, stopping) = watch::channel(None);
         let ended = CancellationToken::new();

@@ -27,6 +27,9 @@ pub enum ErrorKind {
     Permission,
     /// A queue of this name exists with other arguments.
     Inequivalent,
+    /// lapin cannot read a message of the queue, and its connection dies at each delivery of it.
+    /// The message says why, and how to take it out.
+    Unreadable,
     /// The broker's limit on queues is reached.
     QueueLimit,
     /// The broker refused an operation for another reason, which the message repeats.

@@ -138,7 +138,9 @@ pub enum Event {
         /// Why.
         why: Resumed,
     },
-    /// The consumer lost the broker, or could not start; it tries again after the wait.
+    /// The consumer lost the broker, or could not start; it tries again after the wait: at most
+    /// 30 s, or 5 min if it met a message that cannot be read
+    /// ([`ErrorKind::Unreadable`](crate::ErrorKind::Unreadable)), for each try counts as a delivery.
     #[non_exhaustive]
     Disconnected {
         /// The work queue.

@@ -116,7 +116,11 @@ impl Job {
 
 fn message_pack<T: DeserializeOwned>(body: &[u8]) -> Result<T, Marked> {
     let mut rest = body;
-    let value = T::deserialize(&mut rmp_serde::Deserializer::new(&mut rest))
+    let mut reader = rmp_serde::Deserializer::new(&mut rest);
+    // As serde_json. Its own limit of 1024 lets a body of a kilobyte overflow the stack of a
+    // thread of tokio's, which ends the process.
+    reader.set_max_depth(128);
+    let value = T::deserialize(&mut reader)
         .map_err(|e| undecodable(anyhow::Error::new(e).context("the body as MessagePack")))?;
     // A JSON text begins with what MessagePack takes for a small number.
     if rest.is_empty() {

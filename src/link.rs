@@ -9,7 +9,10 @@ use std::{fmt::Debug, sync::Arc};
 use futures_util::{future::BoxFuture, stream::BoxStream};
 
 pub use self::broker::Broker;
-pub(crate) use self::lapin::{LapinLink, incoming};
+pub(crate) use self::{
+    connection::unreadable,
+    lapin::{LapinLink, incoming},
+};
 use crate::{
     Error,
     message::{Message, Outgoing},
@@ -91,6 +94,12 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;
     /// Verifies that a queue is there.
     fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>>;
-    fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>>;
+    /// All consumers of a broker share one connection. A `probe` has one of its own and a prefetch
+    /// of 1: what kills it is a message of its own queue, and no other job is in its way.
+    fn consume<'a>(
+        &'a self,
+        how: &'a Subscribe,
+        probe: bool,
+    ) -> BoxFuture<'a, Result<Subscription, Error>>;
     fn limits(&self) -> Limits;
 }

@@ -13,7 +13,7 @@ use lapin::{Consumer, message::Delivery};
 
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
-    link::incoming,
+    link::{incoming, unreadable},
     pause::Pace,
     settle::{Engine, Turn},
 };
@@ -79,7 +79,7 @@ impl Retry {
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is not due, or past its deadline, or has invalid headers, and is on its way to a
+    /// again, or it is not due, or past its deadline, and is on its way to a
     /// lane or to the buried queue.
     ///
     /// While the consumer pauses this waits.
@@ -202,14 +202,27 @@ impl Stream for Jobs {
                 },
                 Some(Err(error)) => {
                     self.consumer = None;
-                    let what = format!("consuming queue {:?}: {error}", self.engine.queue());
-                    let error = Error::new(ErrorKind::Connection, what).because(error);
-                    return Poll::Ready(Some(Err(error)));
+                    return Poll::Ready(Some(Err(ended(&self.engine.queue(), error))));
                 }
                 None => self.consumer = None,
             }
         }
     }
+}
+
+fn ended(queue: &str, error: lapin::Error) -> Error {
+    let (kind, what) = match unreadable(&error) {
+        Some(why) => (
+            ErrorKind::Unreadable,
+            format!(
+                "a message near its head, or in another queue that is consumed over the same \
+                 connection, {why}; consuming again before that kills the connection again, and a \
+                 quorum queue of RabbitMQ 4 drops a message after 21 deliveries"
+            ),
+        ),
+        None => (ErrorKind::Connection, error.to_string()),
+    };
+    Error::new(kind, format!("consuming queue {queue:?}: {what}")).because(error)
 }
 
 impl fmt::Debug for Jobs {

@@ -8,12 +8,17 @@ use std::{
     collections::HashSet,
     fmt::Write as _,
     future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError, RwLock},
     time::{Duration, SystemTime},
 };
 
 use rand::rngs::SmallRng;
-use tokio::{runtime::Handle, sync::watch, time::Instant};
+use tokio::{
+    runtime::Handle,
+    sync::{oneshot, watch},
+    time::Instant,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::plan::To;
@@ -166,7 +171,7 @@ impl Engine {
         }
         self.giving_up.cancel();
         let left = self.tasks.len();
-        // Those that wait between tries end now; one that waits for a confirm, at its timeout.
+        // Those that wait between tries or for a slot end now; one that waits for a confirm, at its timeout.
         let last = self.settings.confirm_timeout + Duration::from_secs(1);
         let _ = tokio::time::timeout(last, self.tasks.wait()).await;
         Err(Error::new(
@@ -194,12 +199,30 @@ impl Engine {
         self.heed(&verdict, epoch);
         let task = match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
             None => self.spawn(async move { engine.ack(&job, &*tag).await }),
+            // The wait for a slot is part of the task, so that close() knows of it, and a caller
+            // who gives up waiting leaves no job behind that nobody settles.
             Some(to) => {
-                let slot = self.handoff.slot().await;
-                self.spawn(async move { engine.hand_off(Some(slot), &job, &*tag, to).await })
+                let (accepted, accepting) = oneshot::channel();
+                let task = self.spawn(async move {
+                    let Some(slot) = engine.slot().await else { return Settled::Stale };
+                    let _ = accepted.send(());
+                    engine.hand_off(Some(slot), &job, &*tag, to).await
+                });
+                // An error means that the task has ended already.
+                let _ = accepting.await;
+                task
             }
         };
         Receipt::new(task)
+    }
+
+    /// A free hand-off slot; none if it is too late for one.
+    async fn slot(&self) -> Option<Slot> {
+        tokio::select! {
+            biased;
+            () = self.giving_up.cancelled() => None,
+            slot = self.handoff.slot() => Some(slot),
+        }
     }
 
     async fn ack(&self, job: &Job, tag: &dyn Tag) -> Settled {
@@ -230,7 +253,10 @@ impl Engine {
         let (event, settled) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
-                None => self.handoff.slot().await,
+                None => match self.slot().await {
+                    Some(slot) => slot,
+                    None => return Settled::Stale,
+                },
             };
             // The broker delivers it again, so a copy would be one too many.
             if !tag.usable() {
@@ -342,7 +368,14 @@ impl Engine {
 
 /// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are told
 /// once.
+///
+/// It is the user's code that writes them, and a panic here would leave the job without an answer.
 pub(crate) fn chain(error: &anyhow::Error) -> String {
+    catch_unwind(AssertUnwindSafe(|| written(error)))
+        .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
+}
+
+fn written(error: &anyhow::Error) -> String {
     let mut text = String::new();
     let mut last = String::new();
     for layer in error.chain() {

@@ -3,6 +3,7 @@
 use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt};
+use rand::Rng;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
     time::Instant,
@@ -20,6 +21,9 @@ use crate::{
 
 /// A subscription that lasted this long ends a series of failures.
 const STEADY: Duration = Duration::from_secs(30);
+/// How long the consumer stays away from a queue whose head it cannot read. Each try is a delivery,
+/// and a quorum queue of RabbitMQ 4 drops a message after 21 of them.
+const UNREADABLE: Duration = Duration::from_secs(5 * 60);
 /// How long the broker may take to answer a cancel or a close before it is left alone.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -52,20 +56,14 @@ pub(super) struct Run {
 
 impl Run {
     pub(super) async fn until_stopped(self, first: Subscription) {
-        let mut backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
+        let mut tries = Tries::default();
         let mut next = Some(first);
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
-                Some(subscription) => {
-                    let ended = self.serve(subscription).await;
-                    if started.elapsed() > STEADY {
-                        backoff.reset();
-                    }
-                    ended
-                }
-                None if !self.engine.is_open() => self.sit_out().await,
-                None => match self.subscribe(self.how.prefetch).await {
+                Some(subscription) => self.serve(subscription, tries.alone).await,
+                None if !self.engine.is_open() => self.sit_out(tries.alone).await,
+                None => match self.subscribe(self.how.prefetch, tries.alone).await {
                     Ok(subscription) => {
                         self.engine.set_quiet(false);
                         next = Some(subscription);
@@ -78,9 +76,14 @@ impl Run {
             let error = match ended {
                 Ended::Stopped(subscription) => break subscription,
                 Ended::Paused => continue,
+                Ended::Readable => {
+                    tries = Tries::default();
+                    continue;
+                }
                 Ended::Lost(error) => error,
             };
-            let wait = self.engine.with_rng(|rng| backoff.next(rng));
+            let lasted = started.elapsed();
+            let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
             tokio::select! {
                 () = self.stop() => break None,
@@ -91,11 +94,11 @@ impl Run {
     }
 
     /// Declares or verifies, then consumes: the broker may have come back without our queues.
-    async fn subscribe(&self, prefetch: u16) -> Result<Subscription, Error> {
+    async fn subscribe(&self, prefetch: u16, alone: bool) -> Result<Subscription, Error> {
         let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
             self.engine.redeclare().await?;
-            self.engine.link().consume(&how).await
+            self.engine.link().consume(&how, alone).await
         };
         tokio::select! {
             subscription = subscribing => subscription,
@@ -104,9 +107,11 @@ impl Run {
     }
 
     /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
-    async fn serve(&self, mut subscription: Subscription) -> Ended {
+    async fn serve(&self, mut subscription: Subscription, alone: bool) -> Ended {
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
+        let mut steady = pin!(tokio::time::sleep(STEADY));
+        let mut judging = alone;
         loop {
             let incoming = tokio::select! {
                 biased;
@@ -115,11 +120,18 @@ impl Run {
                     self.give_up(subscription).await;
                     return Ended::Paused;
                 }
+                () = &mut steady, if judging => {
+                    // What has been delivered still comes out, and is answered on this channel.
+                    let _ = tokio::time::timeout(FAREWELL, subscription.control.cancel()).await;
+                    judging = false;
+                    continue;
+                }
                 incoming = subscription.incoming.next() => incoming,
             };
             let incoming = match incoming {
                 Some(Ok(incoming)) => incoming,
                 Some(Err(error)) => return Ended::Lost(error),
+                None if alone && !judging => return Ended::Readable,
                 None => return Ended::Lost(self.cancelled_by_the_broker()),
             };
             let permit = tokio::select! {
@@ -142,7 +154,7 @@ impl Run {
     }
 
     /// Waits for the end of a pause. After each wait one job is tried.
-    async fn sit_out(&self) -> Ended {
+    async fn sit_out(&self, alone: bool) -> Ended {
         let turn = tokio::select! {
             turn = self.engine.turn() => turn,
             () = self.stop() => return Ended::Stopped(None),
@@ -150,7 +162,7 @@ impl Run {
         if turn == Turn::Open {
             return Ended::Paused;
         }
-        match self.probe().await {
+        match self.probe(alone).await {
             Ok(()) => {}
             Err(error) => {
                 self.engine.no_probe();
@@ -165,8 +177,8 @@ impl Run {
     }
 
     /// Starts one job, and takes no second one: the consumer that fetched it is cancelled before.
-    async fn probe(&self) -> Result<(), Error> {
-        let mut subscription = self.subscribe(1).await?;
+    async fn probe(&self, alone: bool) -> Result<(), Error> {
+        let mut subscription = self.subscribe(1, alone).await?;
         let job = loop {
             let incoming = tokio::select! {
                 biased;
@@ -254,9 +266,11 @@ impl Run {
         self.handlers.close();
         if tokio::time::timeout_at(deadline, self.handlers.wait()).await.is_err() {
             self.cut.cancel();
-            self.handlers.wait().await;
         }
-        let left = deadline.saturating_duration_since(Instant::now()).max(FAREWELL);
+        // Outcomes that wait for a hand-off slot are waited for as long as the hand-offs are.
+        let end = deadline.max(Instant::now() + FAREWELL);
+        let _ = tokio::time::timeout_at(end, self.handlers.wait()).await;
+        let left = end.saturating_duration_since(Instant::now());
         if let Err(error) = self.engine.close(left).await {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }
@@ -289,10 +303,70 @@ impl Run {
     }
 }
 
+/// How long to wait before the next try, and which kind of try it is.
+#[derive(Debug)]
+struct Tries {
+    backoff: Backoff,
+    /// A message that cannot be read kills the connection of every consumer that shares it, and
+    /// counts as a delivery of all that was unacked there. So once that has happened each of them
+    /// goes on alone and job by job: one meets the message at its queue's head and keeps away, the
+    /// others go back to the shared connection.
+    alone: bool,
+}
+
+impl Default for Tries {
+    fn default() -> Self {
+        let backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
+        Self { backoff, alone: false }
+    }
+}
+
+impl Tries {
+    fn wait(&mut self, error: ErrorKind, lasted: Duration, rng: &mut impl Rng) -> Duration {
+        if lasted > STEADY {
+            self.backoff.reset();
+        }
+        let unreadable = error == ErrorKind::Unreadable;
+        if unreadable && self.alone {
+            return UNREADABLE;
+        }
+        self.alone |= unreadable;
+        self.backoff.next(rng)
+    }
+}
+
 enum Ended {
     /// Told to stop; the subscription still has what is unanswered.
     Stopped(Option<Subscription>),
     /// The consumer is to pause, or a pause is over: look again.
     Paused,
+    /// It consumed alone, and all that it met could be read.
+    Readable,
     Lost(Error),
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rand::{SeedableRng, rngs::SmallRng};
+
+    #[test]
+    fn only_a_probe_that_dies_of_a_message_makes_the_consumer_keep_away() {
+        let mut rng = SmallRng::seed_from_u64(1);
+        let mut tries = Tries::default();
+        let mut wait = |error, lasted| {
+            let wait = tries.wait(error, Duration::from_secs(lasted), &mut rng);
+            (wait, tries.alone)
+        };
+        assert!(!wait(ErrorKind::Connection, 0).1);
+        // It may be another queue's message: look at once, but alone.
+        let (first, probing) = wait(ErrorKind::Unreadable, 3600);
+        assert!(first <= Duration::from_secs(30) && probing);
+        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
+        assert_eq!(wait(ErrorKind::Unreadable, 3600), (UNREADABLE, true));
+        // A broker that is away says nothing about the message.
+        let (away, probing) = wait(ErrorKind::Connection, 0);
+        assert!(away <= Duration::from_secs(30) && probing);
+        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
+    }
 }

@@ -9,6 +9,10 @@ use crate::Error;
 
 /// A broker, shared by any number of consumers: one connection to consume, one to publish.
 ///
+/// One connection for all consumers means that what kills it disturbs all of them. A message that
+/// cannot be read (see [`ErrorKind::Unreadable`](crate::ErrorKind::Unreadable)) does so once; then
+/// the consumer that met it tries again on a connection of its own.
+///
 /// Cheap to clone. Nothing is connected before it is needed, and a connection that dies is opened
 /// again. The publishing connection is apart so that a broker that blocks publishers, at a memory
 /// or disk alarm, does not freeze the acks.

@@ -14,8 +14,10 @@ use lapin::{
     protocol::{AMQPErrorKind, AMQPSoftError},
 };
 
+use tokio::time::Instant;
+
 use super::Broker;
-use crate::{Error, ErrorKind};
+use crate::{Error, ErrorKind, clock::Backoff};
 
 /// How long connecting may take. A broker that is stopped still accepts connections.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -29,10 +31,25 @@ pub(super) struct Shared {
     tries: AtomicU64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct Opening {
     opened: u64,
     last_error: Option<Error>,
+    /// However many users ask for it, a connection that cannot be opened is tried in the rhythm of
+    /// one.
+    backoff: Backoff,
+    next_try: Instant,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self {
+            opened: 0,
+            last_error: None,
+            backoff: Backoff::new(Duration::from_millis(100), Duration::from_secs(5)),
+            next_try: Instant::now(),
+        }
+    }
 }
 
 /// One connection's life. It is closed when the last user lets go of it.
@@ -74,11 +91,13 @@ impl Shared {
         {
             return Err(error.clone());
         }
+        tokio::time::sleep_until(opening.next_try).await;
         self.tries.fetch_add(1, Ordering::Relaxed);
         match open(broker, purpose).await {
             Ok(connection) => {
                 opening.opened += 1;
                 opening.last_error = None;
+                opening.backoff.reset();
                 let session = Arc::new(Session {
                     number: opening.opened,
                     connection,
@@ -91,6 +110,7 @@ impl Shared {
             Err(error) => {
                 *lock(&self.current) = None;
                 opening.last_error = Some(error.clone());
+                opening.next_try = Instant::now() + opening.backoff.next(&mut rand::rng());
                 Err(error)
             }
         }
@@ -159,11 +179,47 @@ async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
     let place = format!("{}:{}", uri.authority.host, uri.authority.port);
     match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
         Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(refused(&error, &format!("connecting to {place}"))),
+        Ok(Err(error)) => Err(not_connected(&error, &place, &uri.authority.userinfo.username)),
         Err(_) => Err(Error::new(
             ErrorKind::Connection,
             format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
         )),
+    }
+}
+
+/// Whatever the broker's code, a refused login is not a right that the user lacks on a queue.
+fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
+    let why = refused(error, &format!("connecting to {place}"));
+    let remedy = if why.kind() == ErrorKind::Permission {
+        format!("; check the name and the password of the user {user:?}")
+    } else {
+        String::new()
+    };
+    Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
+}
+
+/// Why a consumer's connection died, if it was of a message that lapin cannot read. The message
+/// goes back to its queue, and the next connection dies of it, too.
+pub(crate) fn unreadable(error: &lapin::Error) -> Option<String> {
+    match error.kind() {
+        // The broker sends what outgrew the frame in a lane or in a quorum queue all the same.
+        // Its own complaint about a frame of ours has another text.
+        LapinErrorKind::ProtocolError(amqp)
+            if amqp.get_message().as_str().starts_with("frame too large") =>
+        {
+            Some(format!(
+                "has headers larger than a frame ({}); take it out with the management UI (\"Get \
+                 messages\" with an automatic ack), or raise frame_max in rabbitmq.conf",
+                amqp.get_message()
+            ))
+        }
+        LapinErrorKind::ParsingError(_) => Some(
+            "has properties that are not AMQP, such as a correlation id or a header's name that is \
+             not UTF-8; take it out with the management UI (\"Get messages\" with an automatic ack, \
+             which removes it even where the answer is an error 500)"
+                .to_owned(),
+        ),
+        _ => None,
     }
 }
 

@@ -1,6 +1,6 @@
 //! The seam's implementation with lapin.
 
-use std::{sync::Arc, time::Duration};
+use std::{future::Future, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt, future::BoxFuture};
 use lapin::{
@@ -15,7 +15,7 @@ use lapin::{
 
 use super::{
     Broker, Confirmed, Control, Incoming, Limits, Link, Subscribe, Subscription, Tag,
-    connection::{Purpose, Session, is_closed, is_refusal, refused},
+    connection::{Purpose, Session, Shared, is_closed, is_refusal, refused, unreadable},
 };
 use crate::{
     Error, ErrorKind,
@@ -25,6 +25,8 @@ use crate::{
 
 /// What RabbitMQ negotiates unless told otherwise, in bytes.
 const FRAME_MAX: u32 = 131_072;
+/// How often an ack that is not written yet looks whether its channel died.
+const DEAD_CHECK: Duration = Duration::from_secs(1);
 
 /// One work queue's way to a broker.
 #[derive(Debug)]
@@ -67,21 +69,21 @@ impl LapinLink {
                 return not_sent("the broker opened no channel in time");
             }
         };
-        let confirmation = async {
-            let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-            let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
-            let body = &copy.original.body;
-            let publish = channel.basic_publish("".into(), queue, options, body, properties);
-            match publish.await {
-                Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
-                // Found closed before anything was written.
-                Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
+        let answer = {
+            let mut confirmation = pin!(self.confirmation(&channel, copy));
+            loop {
+                match tokio::time::timeout(self.confirm_timeout, &mut confirmation).await {
+                    // Sent as an alarm began. The answer comes when the alarm is over, and until
+                    // then there is no other way to publish.
+                    Err(_) if session.connection.status().blocked() => {}
+                    answer => break answer,
+                }
             }
         };
         let undecided = |why: String| Confirmed::Undecided(session.number, why);
         // A channel goes back only with nothing in flight on it, so that a return is never taken
         // for another publish's: lapin attaches returns to whatever confirm comes next.
-        match tokio::time::timeout(self.confirm_timeout, confirmation).await {
+        match answer {
             Ok(Ok(Confirmation::Ack(None))) => {
                 session.put_back(channel);
                 Confirmed::Yes
@@ -90,10 +92,9 @@ impl LapinLink {
                 session.put_back(channel);
                 Confirmed::Returned(returned.reply_text.to_string())
             }
-            Ok(Ok(Confirmation::Nack(_))) => {
-                session.put_back(channel);
-                Confirmed::Nacked
-            }
+            // The channel is not used again: a quorum queue that was full tells those channels that
+            // met it so, and RabbitMQ 3.10 does not tell them when a policy's limit is lifted.
+            Ok(Ok(Confirmation::Nack(_))) => Confirmed::Nacked,
             Ok(Ok(Confirmation::NotRequested)) => {
                 undecided("the channel was not in confirm mode".to_owned())
             }
@@ -102,6 +103,24 @@ impl LapinLink {
             }
             Ok(Err((false, error))) => undecided(error.to_string()),
             Err(_) => undecided(format!("no confirm within {:?}", self.confirm_timeout)),
+        }
+    }
+
+    /// Publishes and waits for the confirm. An error comes with whether the copy is sure not to be
+    /// on the broker.
+    async fn confirmation(
+        &self,
+        channel: &Channel,
+        copy: &Outgoing,
+    ) -> Result<Confirmation, (bool, lapin::Error)> {
+        let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+        let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
+        let body = &copy.original.body;
+        let publish = channel.basic_publish("".into(), queue, options, body, properties);
+        match publish.await {
+            Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
+            // Found closed before anything was written.
+            Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
         }
     }
 }
@@ -146,25 +165,33 @@ impl Link for LapinLink {
         .boxed()
     }
 
-    fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>> {
-        async {
-            let what = format!("consuming queue {:?}", how.queue);
-            let session = self.broker.0.consuming.session(&self.broker, Purpose::Consuming).await?;
+    fn consume<'a>(
+        &'a self,
+        how: &'a Subscribe,
+        probe: bool,
+    ) -> BoxFuture<'a, Result<Subscription, Error>> {
+        async move {
+            let own = Shared::default();
+            let connection = if probe { &own } else { &self.broker.0.consuming };
+            let session = connection.session(&self.broker, Purpose::Consuming).await?;
+            let prefetch = if probe { 1 } else { how.prefetch };
             let subscribing = async {
                 let channel = session.connection.create_channel().await?;
-                channel.basic_qos(how.prefetch, BasicQosOptions::default()).await?;
+                channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
                 let options = BasicConsumeOptions::default();
                 let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
                 let consumer =
                     channel.basic_consume(queue, tag, options, how.arguments.clone()).await?;
                 Ok((channel, consumer))
             };
-            let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
+            let queue = how.queue.clone();
+            let failed = move |error| not_consuming(&error, &queue, probe);
+            let (channel, consumer) = subscribing.await.map_err(&failed)?;
             let control = Arc::new(Consuming { channel, tag: consumer.tag(), _session: session });
             let open = Arc::clone(&control);
             let incoming = consumer.map(move |delivery| match delivery {
                 Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
-                Err(error) => Err(refused(&error, &what)),
+                Err(error) => Err(failed(error)),
             });
             Ok(Subscription { incoming: incoming.boxed(), control })
         }
@@ -181,6 +208,24 @@ impl Link for LapinLink {
             frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
         }
     }
+}
+
+/// Why a consumer has ended. Every consumer on a connection is told the same, whichever queue the
+/// message that killed it was in.
+fn not_consuming(error: &lapin::Error, queue: &str, probe: bool) -> Error {
+    let Some(why) = unreadable(error) else {
+        return refused(error, &format!("consuming queue {queue:?}"));
+    };
+    let text = if probe {
+        format!("consuming queue {queue:?}: a message at its head {why}")
+    } else {
+        format!(
+            "consuming queue {queue:?}: a message near its head, or in another queue that is \
+             consumed over the same connection, {why}; the next try, on a connection of its own, \
+             tells which"
+        )
+    };
+    Error::new(ErrorKind::Unreadable, text).because(error.clone())
 }
 
 #[derive(Debug)]
@@ -224,13 +269,31 @@ impl Tag for LapinTag {
     }
 
     fn ack(&self) -> BoxFuture<'_, bool> {
-        // On a dead channel lapin answers `Ok(false)`, not an error.
-        self.acker.ack(BasicAckOptions::default()).map(|told| told.unwrap_or(false)).boxed()
+        self.answered(self.acker.ack(BasicAckOptions::default())).boxed()
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {
         let requeue = BasicNackOptions { requeue: true, ..Default::default() };
-        self.acker.nack(requeue).map(|told| told.unwrap_or(false)).boxed()
+        self.answered(self.acker.nack(requeue)).boxed()
+    }
+}
+
+impl LapinTag {
+    /// On a dead channel lapin answers `Ok(false)`, not an error. To what it was told while the
+    /// connection was dying it never answers at all.
+    async fn answered(&self, answer: impl Future<Output = lapin::Result<bool>> + Send) -> bool {
+        let mut answer = pin!(answer);
+        loop {
+            tokio::select! {
+                biased;
+                told = &mut answer => return told.unwrap_or(false),
+                () = tokio::time::sleep(DEAD_CHECK) => {
+                    if self.acker.poisoned() {
+                        return false;
+                    }
+                }
+            }
+        }
     }
 }
 

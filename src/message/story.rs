@@ -48,6 +48,8 @@ pub(crate) struct Story {
     pub(super) original_user_id: Option<String>,
     pub(super) foreign_count: Option<AMQPValue>,
     pub(super) buried: Option<Burial>,
+    /// Put back from the buried queue, and not tried since.
+    exhumed: bool,
     /// Headers of ours whose value makes no sense. Judged only when a failure needs them.
     pub(super) odd: Vec<(&'static str, AMQPValue)>,
 }
@@ -107,8 +109,10 @@ impl Story {
         let not_before = time(RETRY_NOT_BEFORE);
         let mut origin = |key| {
             let read = named(key).map(text);
-            judged(key, read != Some(None));
-            read.flatten()
+            // AMQP has no longer names.
+            let name = read.flatten().filter(|name| name.len() <= 255);
+            judged(key, name.is_some());
+            name
         };
         let mut story = Self {
             retry_count,
@@ -128,9 +132,12 @@ impl Story {
             error_kind: named(RETRY_ERROR_KIND).and_then(text).map(|kind| cut(&kind, 64)),
             history: named(RETRY_HISTORY).map(told).unwrap_or_default(),
             original_cc: named(RETRY_ORIGINAL_CC).cloned(),
-            original_user_id: named(RETRY_ORIGINAL_USER_ID).and_then(text),
+            original_user_id: named(RETRY_ORIGINAL_USER_ID)
+                .and_then(text)
+                .map(|user| cut(&user, 255)),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
+            exhumed: false,
             odd,
         };
         if headers.contains_key(BURIED_REASON) {
@@ -146,10 +153,17 @@ impl Story {
         self.busy_count = 0;
         self.crash_count = 0;
         self.first_failed_at = None;
-        self.deadline = None;
+        self.exhumed = true;
         self.not_before = None;
         // An odd count was what it was buried for; whoever put it back knows.
         self.odd.clear();
+    }
+
+    /// Whoever put a buried job back wants it run: a deadline that is past is forgotten.
+    pub(crate) fn forgive(&mut self, now: SystemTime) {
+        if self.exhumed {
+            self.deadline = self.deadline.filter(|deadline| *deadline > now);
+        }
     }
 
     /// Charges a failure to the job.
@@ -269,11 +283,6 @@ impl Story {
         !self.odd.is_empty()
     }
 
-    /// Whether one of those makes no sense that decide before the handler is called.
-    pub(crate) fn is_odd_on_arrival(&self) -> bool {
-        self.odd.iter().any(|(key, _)| [RETRY_DEADLINE, RETRY_NOT_BEFORE].contains(key))
-    }
-
     /// The exchange that the job was published to, unless the delivery's own still tells.
     pub(crate) fn original_exchange(&self) -> Option<&str> {
         self.original_exchange.as_deref()
@@ -281,6 +290,20 @@ impl Story {
 
     pub(crate) fn original_routing_key(&self) -> Option<&str> {
         self.original_routing_key.as_deref()
+    }
+
+    /// The values that somebody else wrote and that we keep, under our names. They are of any size.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &AMQPValue)> {
+        let foreign_count = self.foreign_count.iter().map(|value| (RETRY_FOREIGN_COUNT, value));
+        let original_cc = self.original_cc.iter().map(|value| (RETRY_ORIGINAL_CC, value));
+        self.odd.iter().map(|(key, value)| (*key, value)).chain(foreign_count).chain(original_cc)
+    }
+
+    /// Leaves some of them out.
+    pub(super) fn drop_kept(&mut self, goes: impl Fn(&str) -> bool) {
+        self.odd.retain(|(name, _)| !goes(name));
+        self.foreign_count.take_if(|_| goes(RETRY_FOREIGN_COUNT));
+        self.original_cc.take_if(|_| goes(RETRY_ORIGINAL_CC));
     }
 
     /// Writes all of it into a copy's headers.
@@ -338,11 +361,7 @@ pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
         1 => story.error = story.error.take().map(|error| cut(&error, SHORT_ERROR_BYTES)),
         2 => story.error = None,
         3 => {
-            story.original_cc = None;
             story.original_user_id = None;
-            story.foreign_count = None;
-        }
-        4 => {
             story.original_exchange = None;
             story.original_routing_key = None;
         }

@@ -178,15 +178,12 @@ impl Rules {
         })
     }
 
-    /// Before the handler. Only what decides on arrival is judged here: a job that would have
-    /// succeeded is not buried for another header.
+    /// Before the handler. A header that makes no sense is judged only when the job fails: one that
+    /// would have succeeded is not buried for it.
     pub(crate) fn on_arrival(&self, job: &Job, now: SystemTime) -> Arrival {
         let story = job.story();
         let unrun = |to| Arrival::Move(Box::new(Move::unrun(job, now, to)));
         let bury = |reason| unrun(To::Buried(reason));
-        if story.is_odd_on_arrival() {
-            return bury(BuriedReason::InvalidHeaders);
-        }
         let max_age = self.policies.at(self.policies.of(job)).age_limit();
         let mut expires_at = story.expires_at(job.properties(), max_age, now);
         if story.is_first() {

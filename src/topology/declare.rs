@@ -21,18 +21,17 @@ pub(crate) async fn declare(
     let queues = topology.queues();
     let needed = queues.len();
     let each: Vec<_> = queues.map(|queue| make(link, queue, mode)).collect();
-    let mut answers = stream::iter(each).buffer_unordered(SIDE_BY_SIDE);
+    let mut answers = stream::iter(each).buffered(SIDE_BY_SIDE);
     let mut made = 0;
     let mut refused = None;
     while let Some(answer) = answers.next().await {
         match answer {
             Ok(()) => made += 1,
+            // The first refusal is the reason; all the same every answer is waited for. To let go of
+            // a channel while the broker closes it leaves a close-ok behind, which lapin then takes
+            // for the next channel's of that number.
             Err(error) => {
-                // The first refusal is the reason; the declares under way are counted to the end.
-                let first = refused.get_or_insert(error);
-                if first.kind() != ErrorKind::QueueLimit {
-                    break;
-                }
+                refused.get_or_insert(error);
             }
         }
     }
@@ -82,7 +81,7 @@ fn escaped(name: &str) -> String {
 /// One of ours: declared, verified, or taken to be there.
 pub(crate) async fn make(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
     match mode {
-        Declare::Create => link.declare(queue).await,
+        Declare::Create => link.declare(queue).await.map_err(about_arguments),
         Declare::Check => link.check(&queue.name).await.map_err(|e| about_a_lane(e, queue)),
         Declare::Off => Ok(()),
     }
@@ -100,6 +99,19 @@ fn about_the_work_queue(error: Error, topology: &Topology) -> Error {
         ),
         _ => error,
     }
+}
+
+fn about_arguments(error: Error) -> Error {
+    if error.kind() != ErrorKind::Inequivalent {
+        return error;
+    }
+    Error::new(
+        ErrorKind::Inequivalent,
+        format!(
+            "{error}; the queue exists with other arguments and is left as it is: use the queue type \
+             that it has, or delete it once it is empty"
+        ),
+    )
 }
 
 fn about_a_lane(error: Error, queue: &QueueSpec) -> Error {

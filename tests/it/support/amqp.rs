@@ -25,6 +25,16 @@ impl QueueType {
     }
 }
 
+/// The lanes and the buried queue of the same type.
+impl From<QueueType> for lapin_retry::QueueType {
+    fn from(kind: QueueType) -> Self {
+        match kind {
+            QueueType::Classic => Self::Classic,
+            QueueType::Quorum => Self::Quorum,
+        }
+    }
+}
+
 /// A connection without lapin's own recovery, as a careful user would open it.
 pub(crate) async fn connect(url: &str) -> Connection {
     Connection::connect(url, ConnectionProperties::default())

@@ -9,8 +9,13 @@
 #![allow(dead_code, unused_imports)]
 
 mod amqp;
+mod bench;
+mod journal;
+mod ledger;
 mod management;
 mod proxy;
+mod raw;
+mod scene;
 mod vhost;
 mod wait;
 mod work;
@@ -19,11 +24,16 @@ pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
     try_publish,
 };
+pub(crate) use bench::{Bench, settle_all};
+pub(crate) use journal::{Attempt, End, Journal, as_the_body_says};
+pub(crate) use ledger::Ledger;
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
+pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
+pub(crate) use scene::{BURIED, Scene, Seen, WORK, header, quick, text};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
-pub(crate) use work::{Told, WORK, Work, ours};
+pub(crate) use work::{Told, Work, ours};
 
 use lapin::uri::AMQPUri;
 

@@ -33,6 +33,7 @@ struct Line {
     refuse: AtomicBool,
     swallow_confirms: AtomicBool,
     stall: watch::Sender<bool>,
+    opened: AtomicU64,
     publishes: AtomicU64,
     swallowed: AtomicU64,
     acks: AtomicU64,
@@ -50,6 +51,7 @@ impl Proxy {
             let (line, connections) = (line.clone(), connections.clone());
             async move {
                 while let Ok((client, _)) = listener.accept().await {
+                    line.opened.fetch_add(1, SeqCst);
                     if line.refuse.load(SeqCst) {
                         continue;
                     }
@@ -90,6 +92,11 @@ impl Proxy {
     pub(crate) async fn cut(&self) {
         let mut open = std::mem::take(&mut *self.connections.lock().expect("no panic inside"));
         open.shutdown().await;
+    }
+
+    /// Connections that clients have opened so far, the closed and the refused ones included.
+    pub(crate) fn opened(&self) -> u64 {
+        self.line.opened.load(SeqCst)
     }
 
     /// `basic.publish` frames the clients have sent.

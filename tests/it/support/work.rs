@@ -1,6 +1,8 @@
 //! A work queue to fill, and what a worker tells of its jobs.
 
-use super::{PATIENCE, QueueType, Vhost, confirm_channel, connect, declare_work_queue, eventually};
+use super::{
+    PATIENCE, QueueType, Vhost, WORK, confirm_channel, connect, declare_work_queue, eventually,
+};
 use lapin::{
     BasicProperties, Channel, Connection,
     types::{AMQPValue, FieldTable},
@@ -11,9 +13,6 @@ use std::{
     sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
-
-/// The name of the work queue.
-pub(crate) const WORK: &str = "work";
 
 /// A vhost with an empty quorum queue [`WORK`].
 pub(crate) struct Work {
