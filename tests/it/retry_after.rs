@@ -54,8 +54,10 @@ fn without_jitter(levels: &[&str]) -> RetryPolicy {
     RetryPolicy::new(levels).jitter(Jitter::None)
 }
 
+/// In whole milliseconds, as a header can tell it.
 fn in_the_future(wait: Duration) -> SystemTime {
-    SystemTime::now() + wait
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap() + wait;
+    SystemTime::UNIX_EPOCH + Duration::from_millis(since.as_millis() as u64)
 }
 
 fn not_before(at: SystemTime) -> (&'static str, AMQPValue) {
