@@ -6,7 +6,11 @@ mod lapin;
 
 use std::{fmt::Debug, sync::Arc, time::Duration};
 
-use futures_util::{future::BoxFuture, stream::BoxStream};
+use futures_util::{
+    StreamExt,
+    future::BoxFuture,
+    stream::{self, BoxStream},
+};
 
 pub use self::broker::Broker;
 pub(crate) use self::lapin::{LapinLink, incoming};
@@ -79,6 +83,14 @@ pub(crate) struct Subscription {
     /// last item.
     pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
     pub(crate) control: Arc<dyn Control>,
+}
+
+impl Subscription {
+    /// The next delivery is this one again.
+    pub(crate) fn put_back(&mut self, first: Incoming) {
+        let rest = std::mem::replace(&mut self.incoming, stream::empty().boxed());
+        self.incoming = stream::iter([Ok(first)]).chain(rest).boxed();
+    }
 }
 
 pub(crate) trait Control: Send + Sync {

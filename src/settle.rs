@@ -19,7 +19,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use self::plan::To;
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
 pub(crate) use self::{
-    pacing::Turn,
+    pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
 };
 use crate::{
@@ -36,9 +36,6 @@ use crate::{
 
 /// The most that is kept of an error's text in memory and in events, in bytes.
 const ERROR_TEXT: usize = 16 * 1024;
-/// How long a job that is returned unharmed waits for the consumer to be cancelled, so that it is
-/// not delivered to the very worker that pauses.
-const QUIET: Duration = Duration::from_secs(5);
 
 /// All that one work queue needs to settle its jobs.
 #[derive(Debug)]
@@ -210,6 +207,22 @@ impl Engine {
         Receipt::new(task)
     }
 
+    /// Gives back a job whose handler was not called, for the consumer pauses. One that has come
+    /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
+    /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
+    pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
+        if job.message().delivery_count() > 0 {
+            let to = Move::return_unrun(&job, self.now());
+            // Not if it would not fit, for it has done nothing to be buried.
+            if self.copy(&job, &to).2 == Settled::Returned {
+                let engine = Arc::clone(self);
+                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+                return;
+            }
+        }
+        self.give_back(&*tag).await;
+    }
+
     pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
         let told = tag.give_back().await;
         self.note_answer();
@@ -246,9 +259,8 @@ impl Engine {
         to: Move,
     ) -> Settled {
         if let To::WorkQueue = to.to {
-            let mut quiet = self.quiet.subscribe();
             drop(slot.take());
-            let _ = tokio::time::timeout(QUIET, quiet.wait_for(|quiet| *quiet)).await;
+            self.until_quiet().await;
         }
         let mut backoff = HandOff::backoff();
         let mut tries = 0;

@@ -94,6 +94,13 @@ impl Move {
         Self { story, to, kind: FailureKind::Failed, error: String::new() }
     }
 
+    /// Of a job that was not run, and does not come nearer to its delivery limit.
+    pub(super) fn return_unrun(job: &Job, now: SystemTime) -> Self {
+        let mut to = Self::unrun(job.story(), To::WorkQueue);
+        to.story.remember(job.message(), now);
+        to
+    }
+
     /// Onward from `now`, or the reason to bury it.
     pub(super) fn onward(
         &self,
