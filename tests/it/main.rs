@@ -3,5 +3,8 @@
 mod definitions;
 mod lapin_oversized_headers;
 mod lapin_traps;
+mod outage;
+mod pause;
 mod support;
 mod test_tools;
+mod workshop;
