@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::{
     Event, Job, UnsettledJob,
     link::Incoming,
-    message::Story,
+    message::{Message, Story},
     settle::{Arrival, Engine},
 };
 
@@ -16,11 +16,8 @@ impl Engine {
     /// caller to wait out: see [`UnsettledJob::until_due`].
     pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
         let Incoming { message, tag } = incoming;
-        let rules = self.rules();
-        let now = self.now();
-        let mut story = Story::read(&message, rules.topology.work_queue());
-        story.forgive(now);
-        let job = Job::new(message, story);
+        let (rules, now) = (self.rules(), self.now());
+        let job = self.read(message);
         // lapin hands out what it had buffered when the channel died. Such a job is delivered
         // again, so running it now would run it twice.
         if !tag.usable() {
@@ -37,5 +34,11 @@ impl Engine {
             }
         };
         Some(UnsettledJob::new(Arc::clone(self), rules, job, tag, due))
+    }
+
+    pub(crate) fn read(&self, message: Message) -> Job {
+        let mut story = Story::read(&message, self.rules().topology.work_queue());
+        story.forgive(self.now());
+        Job::new(message, story)
     }
 }

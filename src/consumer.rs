@@ -2,7 +2,13 @@
 
 mod run;
 
-use std::{error::Error as StdError, fmt, future::Future, sync::Arc, time::Duration};
+use std::{
+    error::Error as StdError,
+    fmt,
+    future::Future,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
@@ -123,7 +129,7 @@ impl RetryConsumer {
         };
         // The first time, a refusal is the caller's to see.
         let subscription = engine.link().consume(&how, false).await?;
-        engine.set_quiet(false);
+        engine.consuming();
         let (stop, stopping) = watch::channel(None);
         let ended = CancellationToken::new();
         let run = Run {
@@ -135,6 +141,7 @@ impl RetryConsumer {
             stopping,
             handlers: TaskTracker::new(),
             cut: CancellationToken::new(),
+            lost: AtomicBool::new(false),
         };
         let end = ended.clone().drop_guard();
         tokio::spawn(async move {

@@ -69,7 +69,7 @@ pub enum Event {
     Returned {
         /// The job, as it was when it arrived.
         job: Job,
-        /// The error and its sources.
+        /// The error and its sources; empty if it was not run, and has been given back before.
         error: String,
     },
     /// The job is in the buried queue.
@@ -82,8 +82,8 @@ pub enum Event {
         /// The last error and its sources; empty if no attempt was made.
         error: String,
     },
-    /// The job went back to the work queue without a verdict. Jobs that a shutdown gives back
-    /// without having looked at them are not told of.
+    /// The job went back to the work queue without a verdict. Jobs that a pause or a shutdown gives
+    /// back before their handler was called are not told of.
     #[non_exhaustive]
     GivenBack {
         /// The job.

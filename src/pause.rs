@@ -87,7 +87,8 @@ pub enum PauseKind {
     Manual,
 }
 
-/// Which pause a handler was started after. Only its own tells whether something got through.
+/// Between one change of pace and the next. What a handler reports counts only in the epoch that
+/// it was started in: that of the probe is the probe's own. The default is no handler's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Epoch(u64);
 
@@ -113,20 +114,34 @@ pub(crate) struct Pacing {
 impl Pacing {
     pub(crate) fn new(settings: Pauses, now: Instant) -> Self {
         let pace = Pace::Open { since: now };
-        Self { settings, step: settings.first, pace, epoch: Epoch::default() }
+        Self { settings, step: settings.first, pace, epoch: Epoch(1) }
     }
 
     pub(crate) fn pace(&self) -> Pace {
         self.pace
     }
 
-    /// For a handler that starts now.
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.epoch
+    /// Asked at the last moment before a handler is called: in which epoch it is, if it may be.
+    /// While a job is tried, only with the epoch of the probe.
+    pub(crate) fn start(&self, probe: Option<Epoch>) -> Option<Epoch> {
+        let may = match self.pace {
+            Pace::Open { .. } => true,
+            Pace::Paused { .. } => false,
+            Pace::Probing => probe == Some(self.epoch),
+        };
+        may.then_some(self.epoch)
+    }
+
+    /// Jobs come in again: only from now on does their going well say anything.
+    pub(crate) fn consuming(&mut self, now: Instant) {
+        if let Pace::Open { since } = &mut self.pace {
+            *since = now;
+        }
     }
 
     /// A handler reports an outage. The length of the pause that begins; none if it was started
-    /// before the last pause began, for that one counts for all who were running then.
+    /// before the last pause began or ended: one pause counts for all who were running then, and
+    /// who resumes knows better than they.
     pub(crate) fn outage(&mut self, started: Epoch, now: Instant) -> Option<Duration> {
         if started != self.epoch {
             return None;
@@ -140,7 +155,7 @@ impl Pacing {
         }
         let wait = self.step.max(self.settings.minimum);
         self.step = self.step.saturating_mul(2).min(self.settings.max);
-        self.pause(now.checked_add(wait));
+        self.turn_to(Pace::Paused { until: now.checked_add(wait) });
         Some(wait)
     }
 
@@ -153,29 +168,32 @@ impl Pacing {
         ends
     }
 
-    /// Takes one job, if the wait is over.
-    pub(crate) fn probe(&mut self, now: Instant) -> bool {
+    /// The right to try one job, if the wait is over.
+    pub(crate) fn probe(&mut self, now: Instant) -> Option<Epoch> {
         let over = matches!(self.pace, Pace::Paused { until: Some(until) } if until <= now);
-        if over {
-            self.pace = Pace::Probing;
-        }
-        over
+        over.then(|| {
+            self.turn_to(Pace::Probing);
+            self.epoch
+        })
     }
 
     /// The job that was tried went away without an outcome; another may be tried at once.
-    pub(crate) fn probe_lost(&mut self, started: Epoch, now: Instant) -> bool {
-        let lost = started == self.epoch && self.pace == Pace::Probing;
+    pub(crate) fn probe_lost(&mut self, probe: Epoch, now: Instant) -> bool {
+        let lost = probe == self.epoch && self.pace == Pace::Probing;
         if lost {
             self.pace = Pace::Paused { until: Some(now) };
         }
         lost
     }
 
-    /// Pauses by hand. True if it did not pause before.
+    /// Pauses by hand. True if that is news.
     pub(crate) fn hold(&mut self) -> bool {
-        let was_open = matches!(self.pace, Pace::Open { .. });
-        self.pause(None);
-        was_open
+        let held = Pace::Paused { until: None };
+        let news = self.pace != held;
+        if news {
+            self.turn_to(held);
+        }
+        news
     }
 
     /// Full speed at once, and the next pause begins with the first wait. True if it paused.
@@ -183,7 +201,7 @@ impl Pacing {
         let paused = !matches!(self.pace, Pace::Open { .. });
         self.step = self.settings.first;
         if paused {
-            self.pace = Pace::Open { since: now };
+            self.turn_to(Pace::Open { since: now });
         }
         paused
     }
@@ -194,8 +212,8 @@ impl Pacing {
         self.resume(now)
     }
 
-    fn pause(&mut self, until: Option<Instant>) {
-        self.pace = Pace::Paused { until };
+    fn turn_to(&mut self, pace: Pace) {
+        self.pace = pace;
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
     }
 }
@@ -212,11 +230,18 @@ mod tests {
         (Pacing::new(settings, now), now)
     }
 
+    impl Pacing {
+        fn epoch(&self) -> Epoch {
+            self.epoch
+        }
+    }
+
     /// Ends the wait, and tries one job.
     fn probe(pacing: &mut Pacing) -> Instant {
         let Pace::Paused { until: Some(until) } = pacing.pace() else { panic!("not paused") };
-        assert!(!pacing.probe(until - Duration::from_nanos(1)), "not before the wait is over");
-        assert!(pacing.probe(until));
+        let soon = until - Duration::from_nanos(1);
+        assert_eq!(pacing.probe(soon), None, "not before the wait is over");
+        assert_eq!(pacing.probe(until), Some(pacing.epoch));
         until
     }
 
@@ -295,7 +320,7 @@ mod tests {
         assert!(pacing.resume(now));
         assert!(matches!(pacing.pace(), Pace::Open { .. }));
         assert_eq!(pacing.outage(pacing.epoch(), now), Some(5 * SECOND));
-        assert!(!pacing.probe(now));
+        assert_eq!(pacing.probe(now), None);
     }
 
     #[test]
@@ -327,15 +352,61 @@ mod tests {
         let (mut pacing, now) = pacing(Pauses::default());
         pacing.outage(pacing.epoch(), now);
         let now = probe(&mut pacing);
-        assert!(pacing.probe_lost(pacing.epoch(), now));
-        assert!(pacing.probe(now));
+        let first = pacing.epoch();
+        assert!(pacing.probe_lost(first, now));
+        let second = pacing.probe(now).unwrap();
+        assert!(!pacing.probe_lost(first, now), "it has lost its say");
+        assert_eq!(pacing.outage(first, now), None);
+        assert!(pacing.through(second, now));
+    }
+
+    #[test]
+    fn in_a_pause_no_handler_starts_but_that_of_the_probe() {
+        let (mut pacing, now) = pacing(Pauses::default());
+        let open = pacing.start(None).unwrap();
+        pacing.outage(open, now);
+        assert_eq!(pacing.start(None), None);
+        assert_eq!(pacing.start(Some(open)), None);
+        probe(&mut pacing);
+        let right = pacing.epoch();
+        assert_eq!(pacing.start(None), None);
+        assert_eq!(pacing.start(Some(open)), None);
+        assert_eq!(pacing.start(Some(right)), Some(right));
+        pacing.hold();
+        assert_eq!(pacing.start(Some(right)), None);
+        pacing.resume(now);
+        assert!(pacing.start(None).is_some() && pacing.start(Some(right)).is_some());
+    }
+
+    #[test]
+    fn who_was_tried_before_a_resume_pauses_nothing_after() {
+        let (mut pacing, now) = pacing(Pauses::default());
+        pacing.outage(pacing.epoch(), now);
+        probe(&mut pacing);
+        let tried = pacing.epoch();
+        pacing.resume(now);
+        assert_eq!(pacing.outage(tried, now), None);
+        assert!(pacing.outage(pacing.epoch(), now).is_some());
+    }
+
+    #[test]
+    fn the_time_until_jobs_come_in_again_is_not_time_without_outage() {
+        let (mut pacing, now) = pacing(Pauses::default());
+        pacing.outage(pacing.epoch(), now);
+        let now = probe(&mut pacing);
+        pacing.through(pacing.epoch(), now);
+        // The broker took a minute to take the consumer back.
+        let now = now + 60 * SECOND;
+        pacing.consuming(now);
+        assert_eq!(pacing.outage(pacing.epoch(), now + SECOND), Some(10 * SECOND));
     }
 
     #[test]
     fn a_pause_by_hand_lasts_until_it_is_resumed() {
         let (mut pacing, now) = pacing(Pauses::default());
         assert!(pacing.hold());
-        assert!(!pacing.probe(now + 1_000_000 * SECOND));
+        assert!(!pacing.hold(), "no news");
+        assert_eq!(pacing.probe(now + 1_000_000 * SECOND), None);
         assert!(pacing.resume(now));
     }
 

@@ -8,14 +8,18 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{FutureExt, Stream, StreamExt, future::BoxFuture, stream::FuturesUnordered};
+use futures_util::{
+    FutureExt, Stream, StreamExt,
+    future::{self, BoxFuture},
+    stream::FuturesUnordered,
+};
 use lapin::{Consumer, message::Delivery};
 
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
     link::{incoming, unreadable},
     pause::Pace,
-    settle::{Engine, Turn},
+    settle::{Engine, Probe, Turn},
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -71,7 +75,7 @@ impl Retry {
             engine: Arc::clone(&self.engine),
             consumer: Some(consumer),
             turn: None,
-            probe: false,
+            probe: None,
             waiting: FuturesUnordered::new(),
         }
     }
@@ -93,17 +97,18 @@ impl Retry {
                 format!("queue {:?}: a delivery came after close()", self.engine.queue()),
             ));
         }
-        let turn = self.engine.turn().await;
-        let job = self.engine.admit(incoming(delivery));
-        match &job {
-            Some(job) => job.until_due().await,
-            None if turn == Turn::Probe => self.engine.no_probe(),
-            None => {}
+        let mut turn = self.engine.turn().await;
+        let Some(mut job) = self.engine.admit(incoming(delivery)) else { return Ok(None) };
+        job.until_due().await;
+        while !job.start(turn) {
+            turn = self.engine.turn().await;
         }
-        Ok(job)
+        // Dropped, a job that became stale in the pause tells of itself.
+        Ok(Some(job).filter(UnsettledJob::is_usable))
     }
 
-    /// Until when no jobs are given out, because a handler reported an outage; none if they are.
+    /// Until when no jobs are given out, because a handler reported an outage; none if they are, or
+    /// if the wait is over and one is tried.
     pub fn paused(&self) -> Option<std::time::Instant> {
         match self.engine.pace() {
             Pace::Paused { until } => until.map(tokio::time::Instant::into_std),
@@ -145,17 +150,17 @@ pub struct Jobs {
     /// Waits for its turn, in a pause.
     turn: Option<BoxFuture<'static, Turn>>,
     /// One job may be given out although the consumer pauses.
-    probe: bool,
-    /// Jobs with less than a second of their wait left.
+    probe: Option<Probe>,
+    /// Jobs with less than a second of their wait left, and those that a pause keeps back.
     waiting: FuturesUnordered<BoxFuture<'static, UnsettledJob>>,
 }
 
 impl Jobs {
     fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.probe && self.engine.pace() == Pace::Probing {
+        if self.probe.as_ref().is_some_and(|probe| probe.is_valid()) {
             return Poll::Ready(());
         }
-        self.probe = false;
+        self.probe = None;
         if self.turn.is_none() && self.engine.is_open() {
             return Poll::Ready(());
         }
@@ -163,8 +168,21 @@ impl Jobs {
         let turn = self.turn.get_or_insert_with(|| async move { engine.turn().await }.boxed());
         let turn = std::task::ready!(turn.poll_unpin(cx));
         self.turn = None;
-        self.probe = turn == Turn::Probe;
+        if let Turn::Probe(probe) = turn {
+            self.probe = Some(probe);
+        }
         Poll::Ready(())
+    }
+
+    /// None if a pause keeps the job back, or if it became stale.
+    fn give_out(&mut self, mut job: UnsettledJob) -> Option<UnsettledJob> {
+        let turn = self.probe.take().map_or(Turn::Open, Turn::Probe);
+        if job.start(turn) {
+            // Dropped, a stale job tells of itself.
+            return Some(job).filter(UnsettledJob::is_usable);
+        }
+        self.waiting.push(future::ready(job).boxed());
+        None
     }
 }
 
@@ -172,34 +190,32 @@ impl Stream for Jobs {
     type Item = Result<UnsettledJob, Error>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        std::task::ready!(self.poll_turn(cx));
-        if let Poll::Ready(Some(job)) = self.waiting.poll_next_unpin(cx) {
-            self.probe = false;
-            return Poll::Ready(Some(Ok(job)));
-        }
         loop {
+            std::task::ready!(self.poll_turn(cx));
+            if let Poll::Ready(Some(job)) = self.waiting.poll_next_unpin(cx) {
+                match self.give_out(job) {
+                    Some(job) => return Poll::Ready(Some(Ok(job))),
+                    None => continue,
+                }
+            }
             let Some(consumer) = &mut self.consumer else {
-                let done = self.waiting.is_empty();
-                return if done { Poll::Ready(None) } else { Poll::Pending };
+                if !self.waiting.is_empty() {
+                    return Poll::Pending;
+                }
+                self.probe = None;
+                return Poll::Ready(None);
             };
             match std::task::ready!(consumer.poll_next_unpin(cx)) {
-                Some(Ok(delivery)) => match self.engine.admit(incoming(delivery)) {
-                    Some(job) if job.is_due() => {
-                        self.probe = false;
-                        return Poll::Ready(Some(Ok(job)));
-                    }
-                    Some(job) => {
+                Some(Ok(delivery)) => {
+                    if let Some(job) = self.engine.admit(incoming(delivery)) {
                         let wait = async move {
                             job.until_due().await;
                             job
                         };
+                        // Given out at the next turn of this loop, if it is due.
                         self.waiting.push(wait.boxed());
-                        // It must be polled once to wake this task.
-                        cx.waker().wake_by_ref();
-                        return Poll::Pending;
                     }
-                    None => {}
-                },
+                }
                 Some(Err(error)) => {
                     self.consumer = None;
                     return Poll::Ready(Some(Err(ended(&self.engine.queue(), error))));

@@ -24,7 +24,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use self::plan::To;
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
 pub(crate) use self::{
-    pacing::Turn,
+    pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
 };
 use crate::{
@@ -32,7 +32,7 @@ use crate::{
     clock::Clock,
     event::emit,
     handoff::{HandOff, Slot},
-    link::{Broker, Confirmed, LapinLink, Link, Tag},
+    link::{Broker, Confirmed, LINGER, LapinLink, Link, Tag},
     message::{Copier, Outgoing, TooLarge, cut},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
@@ -41,9 +41,6 @@ use crate::{
 
 /// The most that is kept of an error's text in memory and in events, in bytes.
 const ERROR_TEXT: usize = 16 * 1024;
-/// How long a job that is returned unharmed waits for the consumer to be cancelled, so that it is
-/// not delivered to the very worker that pauses.
-const QUIET: Duration = Duration::from_secs(5);
 
 /// All that one work queue needs to settle its jobs.
 #[derive(Debug)]
@@ -56,6 +53,8 @@ pub(crate) struct Engine {
     rng: Mutex<SmallRng>,
     pacing: Mutex<Pacing>,
     pace: watch::Sender<Pace>,
+    /// When the broker was last told of a delivery.
+    answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
     quiet: watch::Sender<bool>,
     /// The queues made on first use that are known to be there. One at a time makes another, or
@@ -87,6 +86,7 @@ impl Engine {
             rng: Mutex::new(rand::make_rng()),
             pace: watch::Sender::new(pacing.pace()),
             pacing: Mutex::new(pacing),
+            answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
             tasks: TaskTracker::new(),
@@ -163,10 +163,15 @@ impl Engine {
         declare(&*self.link, &self.rules().topology, self.settings.declare).await
     }
 
-    /// Waits until every ack and hand-off has come to its end, for at most `grace`.
+    /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may
+    /// be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
         if tokio::time::timeout(grace, self.tasks.wait()).await.is_ok() {
+            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(answered) = answered {
+                tokio::time::sleep_until(answered + LINGER).await;
+            }
             return Ok(());
         }
         self.giving_up.cancel();
@@ -225,8 +230,41 @@ impl Engine {
         }
     }
 
+    /// Gives back a job whose handler was not called, for the consumer pauses. One that has come
+    /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
+    /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
+    pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
+        if job.message().delivery_count() > 0 {
+            let to = Move::return_unrun(&job, self.now());
+            // Not if it would not fit, for it has done nothing to be buried.
+            if self.copy(&job, &to).2 == Settled::Returned {
+                let engine = Arc::clone(self);
+                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+                return;
+            }
+        }
+        self.give_back(&*tag).await;
+    }
+
+    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
+        let told = tag.give_back().await;
+        self.note_answer();
+        told
+    }
+
+    async fn ack_by(&self, tag: &dyn Tag) -> bool {
+        let told = tag.ack().await;
+        self.note_answer();
+        told
+    }
+
+    fn note_answer(&self) {
+        let mut answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        *answered = Some(Instant::now());
+    }
+
     async fn ack(&self, job: &Job, tag: &dyn Tag) -> Settled {
-        if tag.ack().await {
+        if self.ack_by(tag).await {
             self.emit(&Event::Done { job: job.clone() });
             return Settled::Acked;
         }
@@ -244,9 +282,8 @@ impl Engine {
         to: Move,
     ) -> Settled {
         if let To::WorkQueue = to.to {
-            let mut quiet = self.quiet.subscribe();
             drop(slot.take());
-            let _ = tokio::time::timeout(QUIET, quiet.wait_for(|quiet| *quiet)).await;
+            self.until_quiet().await;
         }
         let mut backoff = HandOff::backoff();
         let mut tries = 0;
@@ -294,7 +331,7 @@ impl Engine {
             }
         };
         // Never a reason to publish again: the job will be seen again.
-        if !tag.ack().await {
+        if !self.ack_by(tag).await {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);

@@ -1,6 +1,14 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
+use std::{
+    panic::AssertUnwindSafe,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use futures_util::{FutureExt, StreamExt};
 use rand::Rng;
@@ -16,7 +24,7 @@ use crate::{
     clock::Backoff,
     link::{Incoming, Subscribe, Subscription},
     pause::Pace,
-    settle::{Engine, Turn},
+    settle::{Engine, Probe, Turn},
 };
 
 /// A subscription that lasted this long ends a series of failures.
@@ -52,6 +60,8 @@ pub(super) struct Run {
     pub(super) handlers: TaskTracker,
     /// Ends the handlers that outlast a shutdown.
     pub(super) cut: CancellationToken,
+    /// The broker was lost since our queues were last declared or verified.
+    pub(super) lost: AtomicBool,
 }
 
 impl Run {
@@ -65,14 +75,13 @@ impl Run {
                 None if !self.engine.is_open() => self.sit_out(tries.alone).await,
                 None => match self.subscribe(self.how.prefetch, tries.alone).await {
                     Ok(subscription) => {
-                        self.engine.set_quiet(false);
+                        self.engine.consuming();
                         next = Some(subscription);
                         continue;
                     }
                     Err(error) => Ended::Lost(error),
                 },
             };
-            self.engine.set_quiet(true);
             let error = match ended {
                 Ended::Stopped(subscription) => break subscription,
                 Ended::Paused => continue,
@@ -82,6 +91,8 @@ impl Run {
                 }
                 Ended::Lost(error) => error,
             };
+            self.engine.quiet();
+            self.lost.store(true, Ordering::Relaxed);
             let lasted = started.elapsed();
             let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
@@ -93,15 +104,21 @@ impl Run {
         self.wind_down(last).await;
     }
 
-    /// Declares or verifies, then consumes: the broker may have come back without our queues.
+    /// Consumes; after a loss it first declares or verifies, for the broker may have come back
+    /// without our queues.
     async fn subscribe(&self, prefetch: u16, alone: bool) -> Result<Subscription, Error> {
         let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
-            self.engine.redeclare().await?;
+            if self.lost.load(Ordering::Relaxed) {
+                self.engine.redeclare().await?;
+            }
             self.engine.link().consume(&how, alone).await
         };
         tokio::select! {
-            subscription = subscribing => subscription,
+            subscription = subscribing => {
+                self.lost.store(subscription.is_err(), Ordering::Relaxed);
+                subscription
+            }
             () = self.stop() => Err(Error::new(ErrorKind::Closed, "stopped while connecting")),
         }
     }
@@ -136,19 +153,20 @@ impl Run {
             };
             let permit = tokio::select! {
                 biased;
+                // Given back only once the consumer is cancelled: it would come here again.
                 () = &mut stop => {
-                    self.give_back(incoming).await;
+                    subscription.put_back(incoming);
                     return Ended::Stopped(Some(subscription));
                 }
                 () = &mut pause => {
-                    self.give_back(incoming).await;
+                    subscription.put_back(incoming);
                     self.give_up(subscription).await;
                     return Ended::Paused;
                 }
                 permit = self.permit() => permit,
             };
             if let Some(job) = self.engine.admit(incoming) {
-                self.handlers.spawn(self.attempt(job, permit));
+                self.handlers.spawn(self.attempt(job, Turn::Open, permit));
             }
         }
     }
@@ -156,51 +174,57 @@ impl Run {
     /// Waits for the end of a pause. After each wait one job is tried.
     async fn sit_out(&self, alone: bool) -> Ended {
         let turn = tokio::select! {
-            turn = self.engine.turn() => turn,
+            biased;
             () = self.stop() => return Ended::Stopped(None),
+            turn = self.engine.turn() => turn,
         };
-        if turn == Turn::Open {
-            return Ended::Paused;
-        }
-        match self.probe(alone).await {
-            Ok(()) => {}
-            Err(error) => {
-                self.engine.no_probe();
-                return Ended::Lost(error);
-            }
+        let Turn::Probe(probe) = turn else { return Ended::Paused };
+        if let Err(error) = self.try_one(probe, alone).await {
+            return Ended::Lost(error);
         }
         // The job that is tried decides how it goes on.
         tokio::select! {
-            () = self.engine.pace_other_than(Pace::Probing) => Ended::Paused,
+            biased;
             () = self.stop() => Ended::Stopped(None),
+            () = self.engine.pace_other_than(Pace::Probing) => Ended::Paused,
         }
     }
 
     /// Starts one job, and takes no second one: the consumer that fetched it is cancelled before.
-    async fn probe(&self, alone: bool) -> Result<(), Error> {
+    async fn try_one(&self, probe: Probe, alone: bool) -> Result<(), Error> {
+        // Ends the probe: told to stop; or resumed, by hand or by a new configuration.
+        let over = async {
+            tokio::select! {
+                () = self.stop() => {}
+                () = self.engine.pace_other_than(Pace::Probing) => {}
+            }
+        };
+        let mut over = pin!(over);
+        // First of all, so that no job waits here for a handler to end.
+        let permit = tokio::select! {
+            biased;
+            () = &mut over => return Ok(()),
+            permit = self.permit() => permit,
+        };
         let mut subscription = self.subscribe(1, alone).await?;
         let job = loop {
             let incoming = tokio::select! {
                 biased;
-                () = self.stop() => None,
-                // Resumed by hand, or by a new configuration.
-                () = self.engine.pace_other_than(Pace::Probing) => None,
-                incoming = subscription.incoming.next() => Some(incoming),
+                () = &mut over => break None,
+                incoming = subscription.incoming.next() => incoming,
             };
             match incoming {
-                None => break None,
-                Some(Some(Ok(incoming))) => match self.engine.admit(incoming) {
+                Some(Ok(incoming)) => match self.engine.admit(incoming) {
                     Some(job) => break Some(job),
                     None => continue,
                 },
-                Some(Some(Err(error))) => return Err(error),
-                Some(None) => return Err(self.cancelled_by_the_broker()),
+                Some(Err(error)) => return Err(error),
+                None => return Err(self.cancelled_by_the_broker()),
             }
         };
         self.give_up(subscription).await;
         if let Some(job) = job {
-            let permit = self.permit().await;
-            self.handlers.spawn(self.attempt(job, permit));
+            self.handlers.spawn(self.attempt(job, Turn::Probe(probe), permit));
         }
         Ok(())
     }
@@ -208,18 +232,17 @@ impl Run {
     /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
     /// healthy workers.
     async fn give_up(&self, mut subscription: Subscription) {
-        self.cancel(&mut subscription).await;
-        self.engine.set_quiet(true);
-    }
-
-    async fn cancel(&self, subscription: &mut Subscription) {
-        let _ = tokio::time::timeout(FAREWELL, async {
+        let engine = Arc::clone(&self.engine);
+        let cancelling = self.engine.spawn(async move {
             subscription.control.cancel().await;
-            while let Some(Ok(incoming)) = subscription.incoming.next().await {
-                self.give_back(incoming).await;
+            while let Some(Ok(Incoming { message, tag })) = subscription.incoming.next().await {
+                engine.set_aside(engine.read(message), tag).await;
             }
-        })
-        .await;
+        });
+        // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
+        // unacked for as long as a handler keeps the channel open.
+        let _ = tokio::time::timeout(FAREWELL, cancelling).await;
+        self.engine.quiet();
     }
 
     async fn permit(&self) -> OwnedSemaphorePermit {
@@ -230,7 +253,8 @@ impl Run {
     /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it.
     fn attempt(
         &self,
-        job: UnsettledJob,
+        mut job: UnsettledJob,
+        turn: Turn,
         permit: OwnedSemaphorePermit,
     ) -> impl Future<Output = ()> + Send + 'static {
         let handler = Arc::clone(&self.handler);
@@ -238,6 +262,11 @@ impl Run {
         let cut = self.cut.clone();
         async move {
             job.until_due().await;
+            if !job.start(turn) {
+                // A pause has begun since it came in.
+                drop(permit);
+                return job.set_aside().await;
+            }
             // The timeout is inside, so that a panic of what it drops is caught as well.
             let call = async {
                 let called = async { handler(job.job().clone()).await };
@@ -261,8 +290,15 @@ impl Run {
     async fn wind_down(&self, mut subscription: Option<Subscription>) {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
         if let Some(subscription) = &mut subscription {
-            self.cancel(subscription).await;
+            let _ = tokio::time::timeout(FAREWELL, async {
+                subscription.control.cancel().await;
+                while let Some(Ok(incoming)) = subscription.incoming.next().await {
+                    self.engine.give_back(&*incoming.tag).await;
+                }
+            })
+            .await;
         }
+        self.engine.quiet();
         self.handlers.close();
         if tokio::time::timeout_at(deadline, self.handlers.wait()).await.is_err() {
             self.cut.cancel();
@@ -277,11 +313,6 @@ impl Run {
         if let Some(subscription) = subscription {
             let _ = tokio::time::timeout(FAREWELL, subscription.control.close()).await;
         }
-    }
-
-    /// Of a job whose handler has not been called.
-    async fn give_back(&self, incoming: Incoming) {
-        incoming.tag.give_back().await;
     }
 
     async fn stop(&self) {

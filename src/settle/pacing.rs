@@ -1,6 +1,9 @@
 //! The engine's side of a pause: who heeds it, and who waits for it.
 
-use std::sync::PoisonError;
+use std::{
+    sync::{Arc, PoisonError},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
@@ -13,13 +16,37 @@ use crate::{
     settle::chain,
 };
 
+/// How long what goes back to the queue in a pause waits for the consumer to be cancelled, so that it
+/// is not delivered to the very worker that pauses.
+const QUIET: Duration = Duration::from_secs(5);
+
 /// What whoever waited for its turn may take.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Turn {
     /// As many jobs as it likes.
     Open,
     /// One job, and then it waits for its turn again.
-    Probe,
+    Probe(Probe),
+}
+
+/// The right to try one job. Let go of without an outcome, another may be tried at once.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    engine: Arc<Engine>,
+    epoch: Epoch,
+}
+
+impl Probe {
+    /// Whether the job may still be tried, for nothing else has come in between.
+    pub(crate) fn is_valid(&self) -> bool {
+        self.engine.may_start(Some(self)).is_some()
+    }
+}
+
+impl Drop for Probe {
+    fn drop(&mut self) {
+        self.engine.pacing(|pacing| pacing.probe_lost(self.epoch, Instant::now()));
+    }
 }
 
 impl Engine {
@@ -42,18 +69,9 @@ impl Engine {
         }
     }
 
-    /// The job that was tried went away without an outcome.
-    pub(super) fn probe_lost(&self, started: Epoch) {
-        self.pacing(|pacing| pacing.probe_lost(started, Instant::now()));
-    }
-
-    /// The delivery that was to be tried was no job to run.
-    pub(crate) fn no_probe(&self) {
-        self.probe_lost(self.epoch());
-    }
-
-    pub(crate) fn epoch(&self) -> Epoch {
-        self.pacing(|pacing| pacing.epoch())
+    /// Asked at the last moment before a handler is called: in which epoch it is, if it may be.
+    pub(super) fn may_start(&self, probe: Option<&Probe>) -> Option<Epoch> {
+        self.pacing(|pacing| pacing.start(probe.map(|probe| probe.epoch)))
     }
 
     pub(crate) fn pace(&self) -> Pace {
@@ -84,7 +102,7 @@ impl Engine {
     }
 
     /// Waits while the consumer pauses. After the wait one caller gets a probe.
-    pub(crate) async fn turn(&self) -> Turn {
+    pub(crate) async fn turn(self: &Arc<Self>) -> Turn {
         let mut pace = self.pace.subscribe();
         loop {
             let now = *pace.borrow_and_update();
@@ -95,8 +113,8 @@ impl Engine {
                         () = tokio::time::sleep_until(until) => {}
                         _ = pace.changed() => continue,
                     }
-                    if self.pacing(|pacing| pacing.probe(Instant::now())) {
-                        return Turn::Probe;
+                    if let Some(epoch) = self.pacing(|pacing| pacing.probe(Instant::now())) {
+                        return Turn::Probe(Probe { engine: Arc::clone(self), epoch });
                     }
                 }
                 Pace::Paused { until: None } | Pace::Probing => {
@@ -116,9 +134,21 @@ impl Engine {
         let _ = self.pace.subscribe().wait_for(|now| !matches!(now, Pace::Open { .. })).await;
     }
 
-    /// Whether a consumer of ours takes jobs at full speed.
-    pub(crate) fn set_quiet(&self, quiet: bool) {
-        self.quiet.send_replace(quiet);
+    /// A consumer of ours takes jobs at full speed.
+    pub(crate) fn consuming(&self) {
+        self.pacing(|pacing| pacing.consuming(Instant::now()));
+        self.quiet.send_replace(false);
+    }
+
+    /// No consumer of ours does, and none will be given what goes back to the queue.
+    pub(crate) fn quiet(&self) {
+        self.quiet.send_replace(true);
+    }
+
+    /// Waits until that is so, for a bounded time.
+    pub(super) async fn until_quiet(&self) {
+        let mut quiet = self.quiet.subscribe();
+        let _ = tokio::time::timeout(QUIET, quiet.wait_for(|quiet| *quiet)).await;
     }
 
     fn resumed(&self, why: Resumed) {

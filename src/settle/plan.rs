@@ -109,6 +109,11 @@ impl Move {
         }
     }
 
+    /// Of a job that was not run, and does not come nearer to its delivery limit.
+    pub(super) fn return_unrun(job: &Job, now: SystemTime) -> Self {
+        Self::unrun(job, now, To::WorkQueue)
+    }
+
     /// Onward from `now`, or the reason to bury it.
     pub(super) fn onward(
         &self,

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::{task::JoinHandle, time::Instant};
 
-use super::{Engine, Rules};
+use super::{Engine, Probe, Rules, Turn};
 use crate::{Error, Event, Job, link::Tag, pause::Epoch};
 
 /// A job whose outcome is still open. It derefs to its [`Job`].
@@ -25,8 +25,11 @@ pub struct UnsettledJob {
     engine: Arc<Engine>,
     /// Those it was admitted under; a reload does not change them.
     rules: Arc<Rules>,
-    epoch: Epoch,
     due: Option<Instant>,
+    /// In which its handler was started.
+    epoch: Epoch,
+    /// Held while the handler of the job that is tried runs.
+    probe: Option<Probe>,
     /// Taken when the job is settled.
     tag: Option<Box<dyn Tag>>,
 }
@@ -39,8 +42,25 @@ impl UnsettledJob {
         tag: Box<dyn Tag>,
         due: Option<Instant>,
     ) -> Self {
-        let epoch = engine.epoch();
-        Self { job, engine, rules, epoch, due, tag: Some(tag) }
+        let epoch = Epoch::default();
+        Self { job, engine, rules, due, epoch, probe: None, tag: Some(tag) }
+    }
+
+    /// Asked at the last moment before its handler is called. False if the consumer pauses, and
+    /// this is not the job that is tried.
+    pub(crate) fn start(&mut self, turn: Turn) -> bool {
+        self.probe = match turn {
+            Turn::Open => None,
+            Turn::Probe(probe) => Some(probe),
+        };
+        let epoch = self.engine.may_start(self.probe.as_ref());
+        self.epoch = epoch.unwrap_or_default();
+        epoch.is_some()
+    }
+
+    /// False once its channel is dead: the broker delivers the job again.
+    pub(crate) fn is_usable(&self) -> bool {
+        self.tag.as_ref().is_some_and(|tag| tag.usable())
     }
 
     /// Waits out what is left of a wait and shorter than a second.
@@ -48,10 +68,6 @@ impl UnsettledJob {
         if let Some(due) = self.due {
             tokio::time::sleep_until(due).await;
         }
-    }
-
-    pub(crate) fn is_due(&self) -> bool {
-        self.due.is_none_or(|due| due <= Instant::now())
     }
 
     /// The job, to be handed to a handler.
@@ -79,10 +95,18 @@ impl UnsettledJob {
         Ok(self.engine.settle(self.job.clone(), tag, under, result).await)
     }
 
-    /// Gives the job back without a warning, for a reason that is not its user's doing.
+    /// Gives back a job whose handler was not called, for the consumer pauses.
+    pub(crate) async fn set_aside(mut self) {
+        if let Some(tag) = self.tag.take() {
+            // Before, it would come to this very worker again.
+            self.engine.until_quiet().await;
+            self.engine.set_aside(self.job.clone(), tag).await;
+        }
+    }
+
+    /// Gives back a job whose handler was cut short.
     pub(crate) async fn give_back(mut self, why: &'static str) {
         if let Some(tag) = self.tag.take() {
-            self.engine.probe_lost(self.epoch);
             give_back(&self.engine, self.job.clone(), tag, why).await;
         }
     }
@@ -99,7 +123,6 @@ impl Deref for UnsettledJob {
 impl Drop for UnsettledJob {
     fn drop(&mut self) {
         if let Some(tag) = self.tag.take() {
-            self.engine.probe_lost(self.epoch);
             let (engine, job) = (Arc::clone(&self.engine), self.job.clone());
             self.engine.spawn(async move {
                 give_back(&engine, job, tag, "dropped without being settled").await;
@@ -109,7 +132,7 @@ impl Drop for UnsettledJob {
 }
 
 async fn give_back(engine: &Engine, job: Job, tag: Box<dyn Tag>, why: &'static str) {
-    if tag.give_back().await {
+    if engine.give_back(&*tag).await {
         engine.emit(&Event::GivenBack { job, why });
     } else {
         engine.emit(&Event::Stale { job });
