@@ -305,6 +305,8 @@ fn log(queue: &str, event: &Event) {
                 "copy confirmed but not acked; the job is delivered again beside its copy"
             );
         }
+        // The first tries and then ever fewer: while a queue is full every job tries every 5 s.
+        Event::HandOffFailed { tries, .. } if !tries.is_power_of_two() => {}
         Event::HandOffFailed { job, queue: to, why, undecided, tries } => {
             tracing::warn!(
                 queue,

@@ -86,8 +86,8 @@ impl Axes {
         let most = panels.iter().map(|panel| panel.peak).max().unwrap_or(0).max(1) as f64;
         Self {
             tenths: last.max((level * 1.1) as usize),
-            most: most * 1.1,
-            step: round_step(most / 3.0),
+            most: most * 1.2,
+            step: round_step(most / 4.0),
         }
     }
 
@@ -110,7 +110,7 @@ pub(crate) fn draw(plan: &Plan, panels: &[Panel]) -> String {
     let jobs = grouped(plan.jobs.into());
     let heading = format!("{jobs} jobs fail at once. When do they come back?");
     let line = format!(
-        "Each is to come back after a random delay between {lo} and {hi}. Bars: arrivals in each 100 ms."
+        "Each is to come back after a random delay between {lo} and {hi} (shaded). Bars: arrivals in each 100 ms."
     );
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
@@ -189,20 +189,15 @@ fn plot(svg: &mut String, plan: &Plan, axes: &Axes, panel: &Panel, bottom: f64) 
     peak_label(svg, axes, panel, bottom);
 }
 
-/// Beside the top of the highest bar, on the side where there is room.
+/// Above the highest bar.
 fn peak_label(svg: &mut String, axes: &Axes, panel: &Panel, bottom: f64) {
     let Some(highest) = panel.counts.iter().copied().max() else { return };
     let bin = panel.counts.iter().position(|&count| count == highest).unwrap_or(0) as f64;
-    let label = format!("peak: {} in 100 ms", grouped(panel.peak));
-    let high = axes.height(highest as f64);
-    let (at, anchor) = if high > PLOT / 3.0 {
-        ((axes.x(bin) - 8.0, bottom - high + 12.0), "end")
-    } else {
-        // Centred above the bar, but not over the edge of the plot.
-        let x = axes.x(bin + 0.5).clamp(LEFT + 72.0, WIDTH - RIGHT - 72.0);
-        ((x, bottom - high - 8.0), "middle")
-    };
-    text(svg, at, (anchor, 13, 600), panel.colour, &label);
+    let label = format!("peak: {} in any 100 ms", grouped(panel.peak));
+    // Not over the edge of the plot.
+    let x = axes.x(bin + 0.5).clamp(LEFT + 88.0, WIDTH - RIGHT - 88.0);
+    let y = bottom - axes.height(highest as f64) - 8.0;
+    text(svg, (x, y), ("middle", 13, 600), panel.colour, &label);
 }
 
 fn seconds_axis(svg: &mut String, axes: &Axes, bottom: f64) {

@@ -15,8 +15,8 @@ use crate::{
 };
 
 /// Hand-offs in flight, and handlers at a time. Few, so that a job that failed does not stand in a
-/// line before it reaches its lane: on two cores 16 in flight move as many jobs a second as 64 do,
-/// and each is through in a quarter of the time. What is measured are the lanes.
+/// line before it reaches its lane: on two cores 16 in flight move nearly as many jobs a second as
+/// 64 do, and each is through in a third of the time. What is measured are the lanes.
 const HAND_OFFS: usize = 16;
 const CONCURRENCY: usize = 8;
 

@@ -12,7 +12,7 @@ mod one_queue;
 
 use std::{path::PathBuf, process::ExitCode, time::Duration};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use serde::Serialize;
 
 use self::measure::{Figures, Plan, Sample};
@@ -61,7 +61,7 @@ async fn main() -> ExitCode {
             println!("{HELP}");
             Ok(())
         }
-        Err(error) => Err(error.context("see --help")),
+        Err(error) => Err(anyhow!("{error:#} (see --help)")),
     };
     if let Err(error) = outcome {
         eprintln!("herd: {error:#}");
