@@ -2,6 +2,7 @@
 
 mod pacing;
 mod plan;
+mod stuck;
 mod unsettled;
 
 use std::{
@@ -16,11 +17,14 @@ use rand::rngs::SmallRng;
 use tokio::{runtime::Handle, sync::watch, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::plan::To;
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
 pub(crate) use self::{
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
+};
+use self::{
+    plan::To,
+    stuck::{Next, Owed, Trouble},
 };
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
@@ -48,6 +52,7 @@ pub(crate) struct Engine {
     rng: Mutex<SmallRng>,
     pacing: Mutex<Pacing>,
     pace: watch::Sender<Pace>,
+    owed: Mutex<Owed>,
     /// When the broker was last told of a delivery.
     answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
@@ -81,6 +86,7 @@ impl Engine {
             rng: Mutex::new(rand::make_rng()),
             pace: watch::Sender::new(pacing.pace()),
             pacing: Mutex::new(pacing),
+            owed: Mutex::default(),
             answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
@@ -211,7 +217,8 @@ impl Engine {
     /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
     /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
     pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
-        if job.message().delivery_count() > 0 {
+        let may_copy = !matches!(self.pace(), Pace::Stuck { .. });
+        if may_copy && job.message().delivery_count() > 0 {
             let to = Move::return_unrun(&job, self.now());
             // Not if it would not fit, for it has done nothing to be buried.
             if self.copy(&job, &to).2 == Settled::Returned {
@@ -253,24 +260,39 @@ impl Engine {
     /// While it fails the original stays unacked, and it is tried again.
     pub(crate) async fn hand_off(
         &self,
+        slot: Option<Slot>,
+        job: &Job,
+        tag: &dyn Tag,
+        to: Move,
+    ) -> Settled {
+        self.hand_off_again(slot, job, tag, to, false).await
+    }
+
+    /// The same for one that may be owed: it has failed for long, before it was given back.
+    pub(crate) async fn hand_off_again(
+        &self,
         mut slot: Option<Slot>,
         job: &Job,
         tag: &dyn Tag,
         to: Move,
+        owed: bool,
     ) -> Settled {
         if let To::WorkQueue = to.to {
             drop(slot.take());
             self.until_quiet().await;
         }
-        let mut backoff = HandOff::backoff();
+        let mut trouble = Trouble::new(self, job, owed);
         let mut tries = 0;
-        let (event, settled) = loop {
+        let (event, settled, queue) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
                 None => self.handoff.slot().await,
             };
             // The broker delivers it again, so a copy would be one too many.
             if !tag.usable() {
+                if owed {
+                    self.still_owed(job, to);
+                }
                 self.emit(&Event::Stale { job: job.clone() });
                 return Settled::Stale;
             }
@@ -280,7 +302,7 @@ impl Engine {
                 Err(error) => Confirmed::NotSent(error),
             };
             let (why, undecided) = match answer {
-                Confirmed::Yes => break (event, settled),
+                Confirmed::Yes => break (event, settled, copy.queue),
                 Confirmed::Returned(why) => (self.declare_again(&copy.queue, &why).await, false),
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
@@ -294,12 +316,22 @@ impl Engine {
                 }
             };
             tries += 1;
-            let (job, queue) = (job.clone(), copy.queue);
-            self.emit(&Event::HandOffFailed { job, queue, why, undecided, tries });
-            let wait = self.with_rng(|rng| backoff.next(rng));
-            tokio::select! {
-                () = tokio::time::sleep(wait) => {}
-                () = self.giving_up.cancelled() => return Settled::Stale,
+            let (told, queue, stuck) = (job.clone(), copy.queue.clone(), trouble.is_stuck());
+            let why_told = why.clone();
+            self.emit(&Event::HandOffFailed {
+                job: told,
+                queue,
+                why: why_told,
+                undecided,
+                tries,
+                stuck,
+            });
+            match trouble.next(&copy.queue, &why).await {
+                Next::Try => {}
+                Next::GiveBack => {
+                    return self.give_back_owed(job, tag, to, (copy.queue, &why)).await;
+                }
+                Next::GiveUp => return Settled::Stale,
             }
         };
         // Never a reason to publish again: the job will be seen again.
@@ -307,6 +339,7 @@ impl Engine {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);
+        self.reached(&queue);
         settled
     }
 
