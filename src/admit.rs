@@ -24,6 +24,12 @@ impl Engine {
             self.emit(&Event::Stale { job });
             return None;
         }
+        // Its handler has run: all that is left to do is what was decided then.
+        if let Some(to) = self.owed(&job) {
+            let engine = Arc::clone(self);
+            self.spawn(async move { engine.hand_off_again(None, &job, &*tag, to, true).await });
+            return None;
+        }
         let due = match rules.on_arrival(&job, now) {
             Arrival::Run => None,
             Arrival::RunAfter(left) => Some(Instant::now() + left),

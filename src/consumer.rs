@@ -21,9 +21,6 @@ use crate::{
     settle::Engine,
 };
 
-/// How long a hand-off may take before the consumer is in trouble.
-const HAND_OFF_BOUND: Duration = Duration::from_secs(30);
-
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
 ///
 /// A closure shares what it needs like this:
@@ -119,8 +116,9 @@ impl RetryConsumer {
     pub async fn start(self) -> Result<Handle, Error> {
         let Self { builder, handler } = self;
         builder.validate()?;
+        let hold = builder.consumer_timeout / 2;
         let Builder { broker, queue, settings, prefetch, concurrency, .. } = builder;
-        let engine = Engine::start(broker, &queue, settings).await?;
+        let engine = Engine::start(broker, &queue, Settings { hold, ..settings }).await?;
         let how = Subscribe {
             prefetch,
             tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
@@ -289,9 +287,10 @@ impl Builder {
         if self.handler_timeout.is_zero() {
             return Err(Error::configuration("handler_timeout: zero; every job would time out"));
         }
-        if self.handler_timeout.saturating_add(HAND_OFF_BOUND) >= self.consumer_timeout {
+        let bound = self.settings.hand_off_bound;
+        if self.handler_timeout.saturating_add(bound) >= self.consumer_timeout {
             return Err(Error::configuration(format!(
-                "handler_timeout: {:?} and {HAND_OFF_BOUND:?} for the hand-off reach the broker's \
+                "handler_timeout: {:?} and {bound:?} for the hand-off reach the broker's \
                  consumer timeout of {:?}, after which it delivers the job again; shorten it, or \
                  raise both consumer_timeout here and in rabbitmq.conf",
                 self.handler_timeout, self.consumer_timeout

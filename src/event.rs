@@ -117,6 +117,8 @@ pub enum Event {
         undecided: bool,
         /// How many tries failed so far.
         tries: u32,
+        /// Whether it fails for so long that the consumer pauses: it is tried again after the wait.
+        stuck: bool,
     },
     /// The consumer takes no jobs for a while.
     #[non_exhaustive]
@@ -305,9 +307,13 @@ fn log(queue: &str, event: &Event) {
                 "copy confirmed but not acked; the job is delivered again beside its copy"
             );
         }
-        // The first tries and then ever fewer: while a queue is full every job tries every 5 s.
+        // One line a wait, not one a job: the pause tells of it.
+        Event::HandOffFailed { job, queue: to, why, tries, stuck: true, .. } => {
+            tracing::debug!(queue, job_id = job.id(), to, why, tries, "hand-off still fails");
+        }
+        // The first tries and then ever fewer: each job tries again and again.
         Event::HandOffFailed { tries, .. } if !tries.is_power_of_two() => {}
-        Event::HandOffFailed { job, queue: to, why, undecided, tries } => {
+        Event::HandOffFailed { job, queue: to, why, undecided, tries, .. } => {
             tracing::warn!(
                 queue,
                 job_id = job.id(),

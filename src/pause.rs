@@ -1,6 +1,9 @@
 //! When the consumer takes no jobs, because the failure is not theirs. A state machine that knows
 //! no channel and is told the time.
 
+#[cfg(test)]
+mod tests;
+
 use std::time::Duration;
 
 use serde::Deserialize;
@@ -85,6 +88,8 @@ pub enum PauseKind {
     Outage,
     /// By hand, until it is resumed.
     Manual,
+    /// A hand-off does not succeed: a job that fails now would have nowhere to go.
+    HandOff,
 }
 
 /// Between one change of pace and the next. What a handler reports counts only in the epoch that
@@ -98,6 +103,9 @@ pub(crate) enum Pace {
     Open { since: Instant },
     /// Nothing is taken. Without an end, until it is resumed by hand.
     Paused { until: Option<Instant> },
+    /// Nothing is taken, for hand-offs fail. They are tried again then; if none is left but some are
+    /// `owed`, one of their jobs is fetched then.
+    Stuck { until: Instant, owed: bool },
     /// One job is tried.
     Probing,
 }
@@ -109,12 +117,17 @@ pub(crate) struct Pacing {
     step: Duration,
     pace: Pace,
     epoch: Epoch,
+    /// How many hand-offs fail for so long that nothing is taken.
+    stuck: usize,
+    /// Jobs were given back whose hand-off never succeeded: one at a time is taken.
+    owing: bool,
 }
 
 impl Pacing {
     pub(crate) fn new(settings: Pauses, now: Instant) -> Self {
         let pace = Pace::Open { since: now };
-        Self { settings, step: settings.first, pace, epoch: Epoch(1) }
+        let step = settings.first;
+        Self { settings, step, pace, epoch: Epoch(1), stuck: 0, owing: false }
     }
 
     pub(crate) fn pace(&self) -> Pace {
@@ -126,7 +139,7 @@ impl Pacing {
     pub(crate) fn start(&self, probe: Option<Epoch>) -> Option<Epoch> {
         let may = match self.pace {
             Pace::Open { .. } => true,
-            Pace::Paused { .. } => false,
+            Pace::Paused { .. } | Pace::Stuck { .. } => false,
             Pace::Probing => probe == Some(self.epoch),
         };
         may.then_some(self.epoch)
@@ -146,31 +159,85 @@ impl Pacing {
         if started != self.epoch {
             return None;
         }
-        match self.pace {
-            Pace::Paused { .. } => return None,
-            Pace::Open { since } if now.duration_since(since) >= self.settings.first => {
-                self.step = self.settings.first;
-            }
-            Pace::Open { .. } | Pace::Probing => {}
+        if let Pace::Paused { .. } | Pace::Stuck { .. } = self.pace {
+            return None;
         }
-        let wait = self.step.max(self.settings.minimum);
-        self.step = self.step.saturating_mul(2).min(self.settings.max);
+        let wait = self.next_wait(now);
         self.turn_to(Pace::Paused { until: now.checked_add(wait) });
         Some(wait)
     }
 
     /// A handler reports anything but an outage. True if that ends the pause.
     pub(crate) fn through(&mut self, started: Epoch, now: Instant) -> bool {
-        let ends = started == self.epoch && self.pace == Pace::Probing;
-        if ends {
+        let through = started == self.epoch && self.pace == Pace::Probing;
+        if through && self.owing {
+            // It says nothing of the hand-offs: the next one is tried, at once.
+            self.pace = Pace::Paused { until: Some(now) };
+        } else if through {
             self.pace = Pace::Open { since: now };
         }
-        ends
+        through && !self.owing
+    }
+
+    /// One more hand-off fails for so long that nothing is to be taken.
+    pub(crate) fn get_stuck(&mut self) {
+        self.stuck += 1;
+        if let Pace::Stuck { owed, .. } = &mut self.pace {
+            *owed = false;
+        }
+    }
+
+    /// A hand-off of those failed again: when to try next, and the length of the wait that begins
+    /// with it, if one does. All of them are tried at the same steps.
+    pub(crate) fn still_stuck(&mut self, now: Instant) -> (Instant, Option<Duration>) {
+        let within = |wait: Duration| now.checked_add(wait).unwrap_or(now);
+        match self.pace {
+            Pace::Stuck { until, .. } if until > now => (until, None),
+            // Paused by hand it remains.
+            Pace::Paused { until: None } => (within(self.settings.first), None),
+            _ => {
+                let wait = self.next_wait(now);
+                let (until, owed) = (within(wait), self.stuck == 0);
+                self.turn_to(Pace::Stuck { until, owed });
+                (until, Some(wait))
+            }
+        }
+    }
+
+    /// One of those has come to its end.
+    pub(crate) fn get_unstuck(&mut self, now: Instant) {
+        self.stuck = self.stuck.saturating_sub(1);
+        self.after_stuck(now);
+    }
+
+    /// Whether there are jobs that were given back with their hand-off still to do.
+    pub(crate) fn owe(&mut self, owing: bool, now: Instant) {
+        self.owing = owing;
+        self.after_stuck(now);
+    }
+
+    pub(crate) fn is_owing(&self) -> bool {
+        self.owing
+    }
+
+    /// No hand-off is stuck any longer: one job is tried, after the step if some are owed.
+    fn after_stuck(&mut self, now: Instant) {
+        match &mut self.pace {
+            Pace::Stuck { owed, .. } if self.stuck == 0 && self.owing => *owed = true,
+            Pace::Stuck { .. } if self.stuck == 0 => {
+                self.turn_to(Pace::Paused { until: Some(now) });
+            }
+            _ => {}
+        }
     }
 
     /// The right to try one job, if the wait is over.
     pub(crate) fn probe(&mut self, now: Instant) -> Option<Epoch> {
-        let over = matches!(self.pace, Pace::Paused { until: Some(until) } if until <= now);
+        let over = match self.pace {
+            Pace::Paused { until } => until.is_some_and(|until| until <= now),
+            Pace::Stuck { until, owed } => owed && until <= now,
+            Pace::Open { .. } | Pace::Probing => false,
+        };
         over.then(|| {
             self.turn_to(Pace::Probing);
             self.epoch
@@ -200,6 +267,7 @@ impl Pacing {
     pub(crate) fn resume(&mut self, now: Instant) -> bool {
         let paused = !matches!(self.pace, Pace::Open { .. });
         self.step = self.settings.first;
+        self.owing = false;
         if paused {
             self.turn_to(Pace::Open { since: now });
         }
@@ -212,231 +280,19 @@ impl Pacing {
         self.resume(now)
     }
 
+    fn next_wait(&mut self, now: Instant) -> Duration {
+        if let Pace::Open { since } = self.pace
+            && now.duration_since(since) >= self.settings.first
+        {
+            self.step = self.settings.first;
+        }
+        let wait = self.step.max(self.settings.minimum);
+        self.step = self.step.saturating_mul(2).min(self.settings.max);
+        wait
+    }
+
     fn turn_to(&mut self, pace: Pace) {
         self.pace = pace;
         self.epoch = Epoch(self.epoch.0.wrapping_add(1));
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    const SECOND: Duration = Duration::from_secs(1);
-
-    fn pacing(settings: Pauses) -> (Pacing, Instant) {
-        let now = Instant::now();
-        (Pacing::new(settings, now), now)
-    }
-
-    impl Pacing {
-        fn epoch(&self) -> Epoch {
-            self.epoch
-        }
-    }
-
-    /// Ends the wait, and tries one job.
-    fn probe(pacing: &mut Pacing) -> Instant {
-        let Pace::Paused { until: Some(until) } = pacing.pace() else { panic!("not paused") };
-        let soon = until - Duration::from_nanos(1);
-        assert_eq!(pacing.probe(soon), None, "not before the wait is over");
-        assert_eq!(pacing.probe(until), Some(pacing.epoch));
-        until
-    }
-
-    #[test]
-    fn waits_double_from_5_s_to_5_min_while_each_probe_fails() {
-        let (mut pacing, mut now) = pacing(Pauses::default());
-        let mut waits = Vec::new();
-        for _ in 0..9 {
-            waits.push(pacing.outage(pacing.epoch(), now).unwrap().as_secs());
-            now = probe(&mut pacing);
-        }
-        assert_eq!(waits, [5, 10, 20, 40, 80, 160, 300, 300, 300]);
-    }
-
-    #[test]
-    fn ten_minutes_of_outage_cost_at_most_ten_probes() {
-        let (mut pacing, start) = pacing(Pauses::default());
-        let (mut now, mut probes) = (start, 0);
-        while now < start + 600 * SECOND {
-            pacing.outage(pacing.epoch(), now).unwrap();
-            now = probe(&mut pacing);
-            probes += 1;
-        }
-        assert!(probes <= 10, "{probes}");
-    }
-
-    #[test]
-    fn those_who_were_running_when_a_pause_began_lengthen_nothing() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        let started = pacing.epoch();
-        assert_eq!(pacing.outage(started, now), Some(5 * SECOND));
-        for _ in 0..100 {
-            assert_eq!(pacing.outage(started, now), None);
-            assert!(!pacing.through(started, now), "an old success is no news");
-        }
-        probe(&mut pacing);
-        assert!(!pacing.through(started, now));
-        assert!(pacing.through(pacing.epoch(), now));
-        assert_eq!(pacing.outage(started, now + SECOND), None);
-    }
-
-    #[test]
-    fn the_wait_returns_to_the_first_after_one_first_wait_without_outage_and_not_sooner() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        let now = probe(&mut pacing);
-        pacing.through(pacing.epoch(), now);
-        let soon = now + 5 * SECOND - Duration::from_millis(1);
-        assert_eq!(pacing.outage(pacing.epoch(), soon), Some(10 * SECOND));
-        let now = probe(&mut pacing);
-        pacing.through(pacing.epoch(), now);
-        assert_eq!(pacing.outage(pacing.epoch(), now + 5 * SECOND), Some(5 * SECOND));
-        probe(&mut pacing);
-    }
-
-    #[test]
-    fn with_one_of_five_providers_down_the_waits_grow() {
-        // Four of five probes get through, and the next bad job is never far.
-        let (mut pacing, mut now) = pacing(Pauses::default());
-        let mut waits = Vec::new();
-        for _ in 0..8 {
-            waits.push(pacing.outage(pacing.epoch(), now).unwrap().as_secs());
-            now = probe(&mut pacing);
-            pacing.through(pacing.epoch(), now);
-            now += SECOND;
-        }
-        assert_eq!(waits, [5, 10, 20, 40, 80, 160, 300, 300]);
-    }
-
-    #[test]
-    fn resume_clears_at_once_and_the_next_wait_is_the_first() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        let now = probe(&mut pacing);
-        pacing.outage(pacing.epoch(), now);
-        assert!(pacing.resume(now));
-        assert!(matches!(pacing.pace(), Pace::Open { .. }));
-        assert_eq!(pacing.outage(pacing.epoch(), now), Some(5 * SECOND));
-        assert_eq!(pacing.probe(now), None);
-    }
-
-    #[test]
-    fn a_new_configuration_clears_and_its_first_wait_is_the_next_not_a_stale_one() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        let now = probe(&mut pacing);
-        pacing.outage(pacing.epoch(), now);
-        assert!(pacing.reconfigure(Pauses::default().first(2 * SECOND), now));
-        assert_eq!(pacing.outage(pacing.epoch(), now), Some(2 * SECOND));
-        let now = probe(&mut pacing);
-        assert_eq!(pacing.outage(pacing.epoch(), now), Some(4 * SECOND));
-    }
-
-    #[test]
-    fn a_minimum_above_the_first_wait_floors_it() {
-        let settings = Pauses::default().first(SECOND).minimum(3 * SECOND);
-        let (mut pacing, mut now) = pacing(settings);
-        let mut waits = Vec::new();
-        for _ in 0..5 {
-            waits.push(pacing.outage(pacing.epoch(), now).unwrap().as_secs());
-            now = probe(&mut pacing);
-        }
-        assert_eq!(waits, [3, 3, 4, 8, 16]);
-    }
-
-    #[test]
-    fn a_lost_probe_is_followed_by_another_at_once() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        let now = probe(&mut pacing);
-        let first = pacing.epoch();
-        assert!(pacing.probe_lost(first, now));
-        let second = pacing.probe(now).unwrap();
-        assert!(!pacing.probe_lost(first, now), "it has lost its say");
-        assert_eq!(pacing.outage(first, now), None);
-        assert!(pacing.through(second, now));
-    }
-
-    #[test]
-    fn in_a_pause_no_handler_starts_but_that_of_the_probe() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        let open = pacing.start(None).unwrap();
-        pacing.outage(open, now);
-        assert_eq!(pacing.start(None), None);
-        assert_eq!(pacing.start(Some(open)), None);
-        probe(&mut pacing);
-        let right = pacing.epoch();
-        assert_eq!(pacing.start(None), None);
-        assert_eq!(pacing.start(Some(open)), None);
-        assert_eq!(pacing.start(Some(right)), Some(right));
-        pacing.hold();
-        assert_eq!(pacing.start(Some(right)), None);
-        pacing.resume(now);
-        assert!(pacing.start(None).is_some() && pacing.start(Some(right)).is_some());
-    }
-
-    #[test]
-    fn who_was_tried_before_a_resume_pauses_nothing_after() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        probe(&mut pacing);
-        let tried = pacing.epoch();
-        pacing.resume(now);
-        assert_eq!(pacing.outage(tried, now), None);
-        assert!(pacing.outage(pacing.epoch(), now).is_some());
-    }
-
-    #[test]
-    fn the_time_until_jobs_come_in_again_is_not_time_without_outage() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        pacing.outage(pacing.epoch(), now);
-        let now = probe(&mut pacing);
-        pacing.through(pacing.epoch(), now);
-        // The broker took a minute to take the consumer back.
-        let now = now + 60 * SECOND;
-        pacing.consuming(now);
-        assert_eq!(pacing.outage(pacing.epoch(), now + SECOND), Some(10 * SECOND));
-    }
-
-    #[test]
-    fn a_pause_by_hand_lasts_until_it_is_resumed() {
-        let (mut pacing, now) = pacing(Pauses::default());
-        assert!(pacing.hold());
-        assert!(!pacing.hold(), "no news");
-        assert_eq!(pacing.probe(now + 1_000_000 * SECOND), None);
-        assert!(pacing.resume(now));
-    }
-
-    #[test]
-    fn impossible_pauses_are_refused_with_the_name_of_the_field() {
-        for (settings, field) in [
-            (Pauses::default().first(Duration::ZERO), "pause.first"),
-            (Pauses::default().max(SECOND), "pause.max"),
-            (Pauses::default().minimum(600 * SECOND), "pause.max"),
-        ] {
-            let error = settings.validate().unwrap_err().to_string();
-            assert!(error.starts_with(field), "{error}");
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn no_wait_is_longer_than_the_maximum_or_shorter_than_the_minimum(
-            first in 1u64..1 << 40, max in 1u64..1 << 40, minimum in 0u64..1 << 40,
-            steps in 0usize..200,
-        ) {
-            let ms = Duration::from_millis;
-            let settings = Pauses::default().first(ms(first)).max(ms(max)).minimum(ms(minimum));
-            prop_assume!(settings.validate().is_ok());
-            let mut pacing = Pacing::new(settings, Instant::now());
-            for _ in 0..steps {
-                let wait = pacing.outage(pacing.epoch(), Instant::now()).unwrap();
-                prop_assert!(wait >= ms(minimum) && wait <= ms(max));
-                pacing.pace = Pace::Probing;
-            }
-        }
     }
 }

@@ -107,11 +107,12 @@ impl Retry {
         Ok(Some(job).filter(UnsettledJob::is_usable))
     }
 
-    /// Until when no jobs are given out, because a handler reported an outage; none if they are, or
-    /// if the wait is over and one is tried.
+    /// Until when no jobs are given out, because a handler reported an outage or a hand-off
+    /// fails; none if they are, or if the wait is over and one is tried.
     pub fn paused(&self) -> Option<std::time::Instant> {
         match self.engine.pace() {
             Pace::Paused { until } => until.map(tokio::time::Instant::into_std),
+            Pace::Stuck { until, .. } => Some(until.into_std()),
             Pace::Open { .. } | Pace::Probing => None,
         }
     }

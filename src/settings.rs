@@ -31,6 +31,9 @@ pub struct Settings {
     pub(crate) declare: Declare,
     pub(crate) confirm_timeout: Duration,
     pub(crate) hand_offs: usize,
+    pub(crate) hand_off_bound: Duration,
+    /// How long a job is held while its hand-off fails: half the broker's consumer timeout.
+    pub(crate) hold: Duration,
     pub(crate) worker: String,
     pub(crate) observers: Vec<Observer>,
 }
@@ -46,6 +49,8 @@ impl Settings {
             declare: Declare::default(),
             confirm_timeout: Duration::from_secs(10),
             hand_offs: 64,
+            hand_off_bound: Duration::from_secs(30),
+            hold: Duration::from_secs(15 * 60),
             worker: format!(
                 "{}:{}",
                 gethostname::gethostname().to_string_lossy(),
@@ -114,6 +119,15 @@ impl Settings {
     #[must_use]
     pub fn hand_offs(mut self, in_flight: usize) -> Self {
         self.hand_offs = in_flight;
+        self
+    }
+
+    /// How long a hand-off may fail before the consumer pauses: 30 s. For tests that do not want to
+    /// wait as long.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn hand_off_bound(mut self, bound: Duration) -> Self {
+        self.hand_off_bound = bound;
         self
     }
 

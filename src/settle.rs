@@ -2,6 +2,7 @@
 
 mod pacing;
 mod plan;
+mod stuck;
 mod unsettled;
 
 use std::{
@@ -21,11 +22,14 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::plan::To;
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
 pub(crate) use self::{
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
+};
+use self::{
+    plan::To,
+    stuck::{Next, Owed, Trouble},
 };
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
@@ -53,6 +57,7 @@ pub(crate) struct Engine {
     rng: Mutex<SmallRng>,
     pacing: Mutex<Pacing>,
     pace: watch::Sender<Pace>,
+    owed: Mutex<Owed>,
     /// When the broker was last told of a delivery.
     answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
@@ -86,6 +91,7 @@ impl Engine {
             rng: Mutex::new(rand::make_rng()),
             pace: watch::Sender::new(pacing.pace()),
             pacing: Mutex::new(pacing),
+            owed: Mutex::default(),
             answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
@@ -234,7 +240,8 @@ impl Engine {
     /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
     /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
     pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
-        if job.message().delivery_count() > 0 {
+        let may_copy = !matches!(self.pace(), Pace::Stuck { .. });
+        if may_copy && job.message().delivery_count() > 0 {
             let to = Move::return_unrun(&job, self.now());
             // Not if it would not fit, for it has done nothing to be buried.
             if self.copy(&job, &to).2 == Settled::Returned {
@@ -276,18 +283,30 @@ impl Engine {
     /// While it fails the original stays unacked, and it is tried again.
     pub(crate) async fn hand_off(
         &self,
+        slot: Option<Slot>,
+        job: &Job,
+        tag: &dyn Tag,
+        to: Move,
+    ) -> Settled {
+        self.hand_off_again(slot, job, tag, to, false).await
+    }
+
+    /// The same for one that may be owed: it has failed for long, before it was given back.
+    pub(crate) async fn hand_off_again(
+        &self,
         mut slot: Option<Slot>,
         job: &Job,
         tag: &dyn Tag,
         to: Move,
+        owed: bool,
     ) -> Settled {
         if let To::WorkQueue = to.to {
             drop(slot.take());
             self.until_quiet().await;
         }
-        let mut backoff = HandOff::backoff();
+        let mut trouble = Trouble::new(self, job, owed);
         let mut tries = 0;
-        let (event, settled) = loop {
+        let (event, settled, queue) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
                 None => match self.slot().await {
@@ -297,6 +316,9 @@ impl Engine {
             };
             // The broker delivers it again, so a copy would be one too many.
             if !tag.usable() {
+                if owed {
+                    self.still_owed(job, to);
+                }
                 self.emit(&Event::Stale { job: job.clone() });
                 return Settled::Stale;
             }
@@ -306,7 +328,7 @@ impl Engine {
                 Err(error) => Confirmed::NotSent(error),
             };
             let (why, undecided) = match answer {
-                Confirmed::Yes => break (event, settled),
+                Confirmed::Yes => break (event, settled, copy.queue),
                 Confirmed::Returned(why) => {
                     (self.declare_again(to.lane(), &copy.queue, &why).await, false)
                 }
@@ -322,12 +344,22 @@ impl Engine {
                 }
             };
             tries += 1;
-            let (job, queue) = (job.clone(), copy.queue);
-            self.emit(&Event::HandOffFailed { job, queue, why, undecided, tries });
-            let wait = self.with_rng(|rng| backoff.next(rng));
-            tokio::select! {
-                () = tokio::time::sleep(wait) => {}
-                () = self.giving_up.cancelled() => return Settled::Stale,
+            let (told, queue, stuck) = (job.clone(), copy.queue.clone(), trouble.is_stuck());
+            let why_told = why.clone();
+            self.emit(&Event::HandOffFailed {
+                job: told,
+                queue,
+                why: why_told,
+                undecided,
+                tries,
+                stuck,
+            });
+            match trouble.next(&copy.queue, &why).await {
+                Next::Try => {}
+                Next::GiveBack => {
+                    return self.give_back_owed(job, tag, to, (copy.queue, &why)).await;
+                }
+                Next::GiveUp => return Settled::Stale,
             }
         };
         // Never a reason to publish again: the job will be seen again.
@@ -335,6 +367,7 @@ impl Engine {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);
+        self.reached(&queue);
         settled
     }
 

@@ -179,6 +179,14 @@ impl Run {
             turn = self.engine.turn() => turn,
         };
         let Turn::Probe(probe) = turn else { return Ended::Paused };
+        let clear = tokio::select! {
+            biased;
+            () = self.stop() => return Ended::Stopped(None),
+            clear = self.engine.is_way_clear() => clear,
+        };
+        if !clear {
+            return Ended::Paused;
+        }
         if let Err(error) = self.try_one(probe, alone).await {
             return Ended::Lost(error);
         }

@@ -243,10 +243,10 @@ struct Consuming {
 impl Drop for Consuming {
     fn drop(&mut self) {
         // Dropping the last handle of a channel closes it, and that of the last answer is dropped
-        // right after it.
+        // right after it. Nobody waits for this, so that a slow broker may have longer.
         let last = (self.channel.clone(), Arc::clone(&self.session));
         self.runtime.spawn(async move {
-            tokio::time::sleep(LINGER).await;
+            tokio::time::sleep(5 * LINGER).await;
             drop(last);
         });
     }

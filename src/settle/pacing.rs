@@ -108,7 +108,7 @@ impl Engine {
             let now = *pace.borrow_and_update();
             match now {
                 Pace::Open { .. } => return Turn::Open,
-                Pace::Paused { until: Some(until) } => {
+                Pace::Paused { until: Some(until) } | Pace::Stuck { until, .. } => {
                     tokio::select! {
                         () = tokio::time::sleep_until(until) => {}
                         _ = pace.changed() => continue,
@@ -116,6 +116,8 @@ impl Engine {
                     if let Some(epoch) = self.pacing(|pacing| pacing.probe(Instant::now())) {
                         return Turn::Probe(Probe { engine: Arc::clone(self), epoch });
                     }
+                    // Not yet: what becomes of the hand-offs that are tried now changes the pace.
+                    let _ = pace.changed().await;
                 }
                 Pace::Paused { until: None } | Pace::Probing => {
                     // The sender is the engine's own.
@@ -123,6 +125,14 @@ impl Engine {
                 }
             }
         }
+    }
+
+    /// Waits until somebody resumes or holds, not merely the next step of the same pause.
+    pub(super) async fn told_otherwise(&self) {
+        let mut pace = self.pace.subscribe();
+        let before = *pace.borrow_and_update();
+        let otherwise = |now: &Pace| *now != before && !matches!(now, Pace::Stuck { .. });
+        let _ = pace.wait_for(otherwise).await;
     }
 
     /// Waits until the pace is another than this.
@@ -155,7 +165,7 @@ impl Engine {
         self.emit(&Event::Resumed { queue: self.queue(), why });
     }
 
-    fn pacing<T>(&self, f: impl FnOnce(&mut Pacing) -> T) -> T {
+    pub(super) fn pacing<T>(&self, f: impl FnOnce(&mut Pacing) -> T) -> T {
         let mut pacing = self.pacing.lock().unwrap_or_else(PoisonError::into_inner);
         let answer = f(&mut pacing);
         let pace = pacing.pace();

@@ -163,8 +163,8 @@ pub enum Settled {
     Returned,
     /// It is in the buried queue.
     Buried,
-    /// Its channel died, or the work ended while the hand-off still failed: the broker delivers it
-    /// again.
+    /// Its channel died, or its hand-off failed until it had to be given back or the work ended: the
+    /// broker delivers it again.
     Stale,
 }
 

@@ -5,6 +5,7 @@ mod configuration;
 mod deadline;
 mod definitions;
 mod hand_off;
+mod hand_off_pause;
 mod hostile;
 mod hostile_sizes;
 mod isolation;

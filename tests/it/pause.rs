@@ -262,7 +262,7 @@ async fn a_delivery_that_is_no_job_to_run_is_no_probe() {
         BasicProperties::default().with_headers(table([("retry-queue", queue), (key, value)]))
     };
     shop.publish_job("expired", ours("retry-deadline", "2020-01-01T00:00:00Z")).await;
-    shop.publish_job("odd", ours("retry-deadline", "soon")).await;
+    shop.publish_job("odd", ours("retry-not-before", "9999-12-31T23:59:59Z")).await;
     let later = rfc3339(SystemTime::now() + LONG);
     shop.publish_job("later", ours("retry-not-before", &later)).await;
     shop.publish(3).await;

@@ -239,7 +239,7 @@ impl Workshop {
 }
 
 /// Steps towards the delivery limit: absent on a first delivery, or 0.
-fn steps(headers: Option<&FieldTable>) -> i64 {
+pub(crate) fn steps(headers: Option<&FieldTable>) -> i64 {
     match headers.and_then(|headers| headers.inner().get("x-delivery-count")) {
         None => 0,
         Some(AMQPValue::LongLongInt(n)) => *n,
