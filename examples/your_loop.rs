@@ -138,7 +138,7 @@ fn amqp_url() -> String {
 
 /// Deletes what an earlier run left, makes the work queue, and fills it.
 async fn publish_orders(channel: &Channel) -> anyhow::Result<()> {
-    let topology = Topology::new(QUEUE, &RetryPolicy::new([1, 2]), QueueType::Quorum)?;
+    let topology = Topology::new(QUEUE, RetryPolicy::new([1, 2]), QueueType::Quorum)?;
     for queue in topology.queues().map(|queue| queue.name.as_str()).chain([QUEUE]) {
         channel.queue_delete(queue.into(), QueueDeleteOptions::default()).await?;
     }

@@ -2,15 +2,24 @@
 
 mod run;
 
-use std::{fmt, future::Future, sync::Arc, time::Duration};
+use std::{
+    error::Error as StdError,
+    fmt,
+    future::Future,
+    sync::{Arc, atomic::AtomicBool},
+    time::Duration,
+};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
-use tokio::sync::watch;
-use tokio_util::sync::CancellationToken;
+use tokio::sync::{Semaphore, watch};
+use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::run::{Run, Stop};
-use crate::{Broker, Error, Event, Job, RetryPolicy, Settings, link::Subscribe, settle::Engine};
+use crate::{
+    Broker, Error, Event, Job, Outcome, Policies, RetryPolicy, Settings, link::Subscribe,
+    settle::Engine,
+};
 
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
 ///
@@ -65,6 +74,7 @@ pub struct RetryConsumer {
 /// | [`prefetch`](Self::prefetch) | 100 |
 /// | [`concurrency`](Self::concurrency) | as the prefetch |
 /// | [`handler_timeout`](Self::handler_timeout) | 25 min, under the broker's consumer timeout of 30 min |
+/// | [`consumer_timeout`](Self::consumer_timeout) | 30 min, the broker's default |
 /// | [`consumer_tag`](Self::consumer_tag) | the worker's name |
 /// | [`priority`](Self::priority), [`argument`](Self::argument) | none |
 #[derive(Debug)]
@@ -75,6 +85,7 @@ pub struct Builder {
     prefetch: u16,
     concurrency: Option<usize>,
     handler_timeout: Duration,
+    consumer_timeout: Duration,
     consumer_tag: Option<String>,
     arguments: FieldTable,
 }
@@ -89,6 +100,7 @@ impl RetryConsumer {
             prefetch: 100,
             concurrency: None,
             handler_timeout: Duration::from_secs(25 * 60),
+            consumer_timeout: Duration::from_secs(30 * 60),
             consumer_tag: None,
             arguments: FieldTable::default(),
         }
@@ -104,8 +116,9 @@ impl RetryConsumer {
     pub async fn start(self) -> Result<Handle, Error> {
         let Self { builder, handler } = self;
         builder.validate()?;
+        let hold = builder.consumer_timeout / 2;
         let Builder { broker, queue, settings, prefetch, concurrency, .. } = builder;
-        let engine = Engine::start(broker, &queue, settings).await?;
+        let engine = Engine::start(broker, &queue, Settings { hold, ..settings }).await?;
         let how = Subscribe {
             prefetch,
             tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
@@ -114,22 +127,26 @@ impl RetryConsumer {
         };
         // The first time, a refusal is the caller's to see.
         let subscription = engine.link().consume(&how, false).await?;
+        engine.consuming();
         let (stop, stopping) = watch::channel(None);
         let ended = CancellationToken::new();
         let run = Run {
-            engine,
+            engine: Arc::clone(&engine),
             how,
             handler,
-            concurrency: concurrency.unwrap_or(prefetch.into()),
+            permits: Arc::new(Semaphore::new(concurrency.unwrap_or(prefetch.into()))),
             handler_timeout: builder.handler_timeout,
             stopping,
+            handlers: TaskTracker::new(),
+            cut: CancellationToken::new(),
+            lost: AtomicBool::new(false),
         };
         let end = ended.clone().drop_guard();
         tokio::spawn(async move {
             run.until_stopped(subscription).await;
             drop(end);
         });
-        Ok(Handle { stop: Arc::new(stop), ended })
+        Ok(Handle { engine, stop: Arc::new(stop), ended })
     }
 }
 
@@ -144,7 +161,24 @@ impl Builder {
     /// The levels and their jitter; the other settings stay.
     #[must_use]
     pub fn policy(mut self, policy: RetryPolicy) -> Self {
-        self.settings.policy = policy;
+        self.settings.policies = self.settings.policies.with_default(policy);
+        self
+    }
+
+    /// Policies for several kinds of jobs; the other settings stay.
+    #[must_use]
+    pub fn policies(mut self, policies: Policies) -> Self {
+        self.settings.policies = policies;
+        self
+    }
+
+    /// See [`Settings::classify`].
+    #[must_use]
+    pub fn classify<E: StdError + Send + Sync + 'static>(
+        mut self,
+        classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
+    ) -> Self {
+        self.settings = self.settings.classify(classify);
         self
     }
 
@@ -180,6 +214,14 @@ impl Builder {
         self
     }
 
+    /// The broker's consumer timeout, if it is not the default of 30 minutes. It is not set by
+    /// this, only respected: no job is held longer.
+    #[must_use]
+    pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
+        self.consumer_timeout = timeout;
+        self
+    }
+
     /// The consumer's tag, as the management UI shows it. Default: the worker's name.
     #[must_use]
     pub fn consumer_tag(mut self, tag: impl Into<String>) -> Self {
@@ -210,6 +252,28 @@ impl Builder {
         RetryConsumer { builder: self, handler }
     }
 
+    /// A handler whose error is of any type: `anyhow`'s, or any that is a `std::error::Error`.
+    pub fn handler_with_error<F, Fut, E>(self, handler: F) -> RetryConsumer
+    where
+        F: Fn(Job) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<(), E>> + Send + 'static,
+        E: Into<anyhow::Error>,
+    {
+        self.handler(move |job| {
+            let called = handler(job);
+            async move { called.await.map_err(Into::into) }
+        })
+    }
+
+    /// All that can be checked without a broker.
+    #[cfg(feature = "config")]
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        self.validate()?;
+        self.settings.validate()?;
+        let Settings { policies, queue_type, .. } = &self.settings;
+        crate::Topology::new(&self.queue, policies, *queue_type).map(drop)
+    }
+
     fn validate(&self) -> Result<(), Error> {
         if self.prefetch == 0 {
             return Err(Error::configuration(
@@ -223,6 +287,15 @@ impl Builder {
         if self.handler_timeout.is_zero() {
             return Err(Error::configuration("handler_timeout: zero; every job would time out"));
         }
+        let bound = self.settings.hand_off_bound;
+        if self.handler_timeout.saturating_add(bound) >= self.consumer_timeout {
+            return Err(Error::configuration(format!(
+                "handler_timeout: {:?} and {bound:?} for the hand-off reach the broker's \
+                 consumer timeout of {:?}, after which it delivers the job again; shorten it, or \
+                 raise both consumer_timeout here and in rabbitmq.conf",
+                self.handler_timeout, self.consumer_timeout
+            )));
+        }
         if self.consumer_tag.as_ref().is_some_and(|tag| tag.len() > 255) {
             return Err(Error::configuration("consumer_tag: longer than 255 bytes"));
         }
@@ -233,6 +306,7 @@ impl Builder {
 /// A running consumer. Cheap to clone; to drop it stops nothing.
 #[derive(Clone, Debug)]
 pub struct Handle {
+    engine: Arc<Engine>,
     stop: Arc<watch::Sender<Option<Stop>>>,
     ended: CancellationToken,
 }
@@ -248,6 +322,27 @@ impl Handle {
             first
         });
         self.stopped().await;
+    }
+
+    /// Takes no more jobs until [`resume`](Self::resume). Those that have not been started are given
+    /// back; running handlers go on.
+    pub fn pause(&self) {
+        self.engine.pause_by_hand();
+    }
+
+    /// Ends a pause at once, whatever began it.
+    pub fn resume(&self) {
+        self.engine.resume_by_hand();
+    }
+
+    /// Other policies, pauses and classifiers, from the next job on: new lanes are made before they
+    /// are used, and jobs at work are settled under the rules that they came in with. A pause is
+    /// cleared. The other settings stay as they were at the start.
+    ///
+    /// # Errors
+    /// As [`RetryConsumer::start`]. The old rules stay in force then.
+    pub async fn reload(&self, settings: impl Into<Settings>) -> Result<(), Error> {
+        self.engine.reload(&settings.into()).await
     }
 
     /// Waits until the consumer has stopped.

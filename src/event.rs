@@ -2,11 +2,19 @@
 
 use std::{
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll},
     time::{Duration, SystemTime},
 };
 
-use crate::{BuriedReason, Error, FailureKind, Job};
+use futures_util::Stream;
+use tokio::sync::mpsc;
+
+use crate::{BuriedReason, Error, FailureKind, Job, PauseKind};
 
 /// Something happened to a job, or to a consumer. See [`Settings::on_event`](crate::Settings::on_event).
 ///
@@ -44,6 +52,26 @@ pub enum Event {
         /// The error and its sources.
         error: String,
     },
+    /// The job waits in a lane without being charged.
+    #[non_exhaustive]
+    Postponed {
+        /// The job, as it was when it arrived.
+        job: Job,
+        /// The lane's delay.
+        delay: Duration,
+        /// When the broker gives it back.
+        due: SystemTime,
+        /// Why.
+        why: Postponed,
+    },
+    /// The job is back at the tail of its work queue, unharmed: the failure was not its own.
+    #[non_exhaustive]
+    Returned {
+        /// The job, as it was when it arrived.
+        job: Job,
+        /// The error and its sources; empty if it was not run, and has been given back before.
+        error: String,
+    },
     /// The job is in the buried queue.
     #[non_exhaustive]
     Buried {
@@ -54,8 +82,8 @@ pub enum Event {
         /// The last error and its sources; empty if no attempt was made.
         error: String,
     },
-    /// The job went back to the work queue without a verdict. Jobs that a shutdown gives back
-    /// without having looked at them are not told of.
+    /// The job went back to the work queue without a verdict. Jobs that a pause or a shutdown gives
+    /// back before their handler was called are not told of.
     #[non_exhaustive]
     GivenBack {
         /// The job.
@@ -89,6 +117,28 @@ pub enum Event {
         undecided: bool,
         /// How many tries failed so far.
         tries: u32,
+        /// Whether it fails for so long that the consumer pauses: it is tried again after the wait.
+        stuck: bool,
+    },
+    /// The consumer takes no jobs for a while.
+    #[non_exhaustive]
+    Paused {
+        /// The work queue.
+        queue: String,
+        /// Why.
+        kind: PauseKind,
+        /// The error that said so, and its sources; empty if it was done by hand.
+        error: String,
+        /// How long, before one job is tried; until it is resumed if there is no end.
+        wait: Option<Duration>,
+    },
+    /// The consumer is at full speed again.
+    #[non_exhaustive]
+    Resumed {
+        /// The work queue.
+        queue: String,
+        /// Why.
+        why: Resumed,
     },
     /// The consumer lost the broker, or could not start; it tries again after the wait: at most
     /// 30 s, or 5 min if it met a message that cannot be read
@@ -102,6 +152,68 @@ pub enum Event {
         /// How long it waits.
         wait: Duration,
     },
+}
+
+/// Why a job waits without being charged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Postponed {
+    /// Something scarce was taken.
+    #[non_exhaustive]
+    Busy {
+        /// For the how-manieth time in a row.
+        in_a_row: u32,
+    },
+    /// A wait longer than the longest lane is not over.
+    NotDue,
+}
+
+/// Why a pause ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Resumed {
+    /// The job that was tried got through.
+    GotThrough,
+    /// Somebody said so.
+    ByHand,
+    /// There is a new configuration.
+    Reconfigured,
+}
+
+/// Events for whoever cannot handle them at once: a stream with a bound. What does not fit is
+/// dropped and counted, so that nobody who reads slowly slows down the jobs.
+#[derive(Debug)]
+pub struct Events {
+    receiver: mpsc::Receiver<Event>,
+    dropped: Arc<AtomicU64>,
+}
+
+impl Events {
+    /// At most `capacity` events wait. Also the hook that feeds them.
+    pub(crate) fn bounded(capacity: usize) -> (Self, impl Fn(&Event) + Send + Sync + 'static) {
+        let (sender, receiver) = mpsc::channel(capacity.max(1));
+        let dropped = Arc::new(AtomicU64::new(0));
+        let count = Arc::clone(&dropped);
+        let feed = move |event: &Event| {
+            if sender.try_send(event.clone()).is_err() {
+                count.fetch_add(1, Ordering::Relaxed);
+            }
+        };
+        (Self { receiver, dropped }, feed)
+    }
+
+    /// How many events were dropped so far because nobody had read those before.
+    pub fn dropped(&self) -> u64 {
+        self.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Stream for Events {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        self.receiver.poll_recv(cx)
+    }
 }
 
 pub(crate) type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
@@ -137,12 +249,40 @@ fn log(queue: &str, event: &Event) {
                 job_type = job.kind(),
                 retry_count = job.retry_count() + 1,
                 retry_level = level,
-                delay_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX),
+                delay_ms = millis(*delay),
                 due_at = %humantime::format_rfc3339_millis(*due),
                 kind = kind.as_str(),
                 error,
                 "failed, comes back later"
             );
+        }
+        Event::Postponed { job, delay, due, why } => {
+            tracing::debug!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                delay_ms = millis(*delay),
+                due_at = %humantime::format_rfc3339_millis(*due),
+                ?why,
+                "not charged, comes back later"
+            );
+        }
+        // One line a wait, not one a job: the pause has told of the error.
+        Event::Returned { job, error } => {
+            tracing::debug!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                error,
+                "returned unharmed"
+            );
+        }
+        Event::Paused { kind, error, wait, .. } => {
+            let wait_ms = wait.map(millis);
+            tracing::warn!(queue, ?kind, error, wait_ms, "paused: no jobs are taken");
+        }
+        Event::Resumed { why, .. } => {
+            tracing::info!(queue, ?why, "resumed");
         }
         Event::Buried { job, reason, error } => {
             tracing::warn!(
@@ -167,9 +307,13 @@ fn log(queue: &str, event: &Event) {
                 "copy confirmed but not acked; the job is delivered again beside its copy"
             );
         }
-        // The first tries and then ever fewer: while a queue is full every job tries every 5 s.
+        // One line a wait, not one a job: the pause tells of it.
+        Event::HandOffFailed { job, queue: to, why, tries, stuck: true, .. } => {
+            tracing::debug!(queue, job_id = job.id(), to, why, tries, "hand-off still fails");
+        }
+        // The first tries and then ever fewer: each job tries again and again.
         Event::HandOffFailed { tries, .. } if !tries.is_power_of_two() => {}
-        Event::HandOffFailed { job, queue: to, why, undecided, tries } => {
+        Event::HandOffFailed { job, queue: to, why, undecided, tries, .. } => {
             tracing::warn!(
                 queue,
                 job_id = job.id(),
@@ -181,8 +325,43 @@ fn log(queue: &str, event: &Event) {
             );
         }
         Event::Disconnected { error, wait, .. } => {
-            let wait_ms = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
+            let wait_ms = millis(*wait);
             tracing::warn!(queue, %error, wait_ms, "not consuming; trying again after the wait");
         }
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use futures_util::{FutureExt, StreamExt};
+
+    fn ready(queues: usize) -> Event {
+        Event::Ready { queue: "orders".to_owned(), queues }
+    }
+
+    #[test]
+    fn a_hook_that_panics_harms_no_other() {
+        let (mut events, feed) = Events::bounded(2);
+        let observers: [Observer; 2] = [Arc::new(|_: &Event| panic!("hook")), Arc::new(feed)];
+        emit("orders", &observers, &ready(1));
+        assert!(matches!(events.next().now_or_never(), Some(Some(Event::Ready { queues: 1, .. }))));
+    }
+
+    #[test]
+    fn events_that_nobody_reads_are_dropped_and_counted() {
+        let (mut events, feed) = Events::bounded(2);
+        (1..=5).for_each(|n| feed(&ready(n)));
+        assert_eq!(events.dropped(), 3);
+        drop(feed);
+        let mut read = Vec::new();
+        while let Some(Some(Event::Ready { queues, .. })) = events.next().now_or_never() {
+            read.push(queues);
+        }
+        assert_eq!(read, [1, 2], "the oldest are kept, and the stream ends with its consumer");
     }
 }

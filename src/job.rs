@@ -5,6 +5,7 @@ use std::{fmt, sync::Arc};
 use lapin::BasicProperties;
 use rand::RngExt;
 use serde::de::DeserializeOwned;
+use tokio::time::Instant;
 
 use crate::{
     Marked,
@@ -22,6 +23,7 @@ struct Inner {
     message: Arc<Message>,
     story: Story,
     id: String,
+    received: Instant,
 }
 
 impl Job {
@@ -31,7 +33,8 @@ impl Job {
             Some(id) if !id.as_str().is_empty() => id.to_string(),
             _ => format!("{:032x}", rand::rng().random::<u128>()),
         };
-        Self(Arc::new(Inner { message: Arc::new(message), story, id }))
+        let received = Instant::now();
+        Self(Arc::new(Inner { message: Arc::new(message), story, id, received }))
     }
 
     /// The payload, byte for byte as it was published.
@@ -102,6 +105,11 @@ impl Job {
 
     pub(crate) fn message(&self) -> &Arc<Message> {
         &self.0.message
+    }
+
+    /// When this delivery was taken from its consumer.
+    pub(crate) fn received(&self) -> Instant {
+        self.0.received
     }
 
     pub(crate) fn story(&self) -> &Story {

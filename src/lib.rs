@@ -2,6 +2,8 @@
 
 mod admit;
 mod clock;
+#[cfg(feature = "config")]
+mod config;
 mod consumer;
 mod error;
 mod event;
@@ -9,6 +11,7 @@ mod handoff;
 mod job;
 mod link;
 mod message;
+mod pause;
 mod policy;
 mod retry;
 mod settings;
@@ -17,15 +20,18 @@ mod topology;
 
 pub use lapin;
 
+#[cfg(feature = "config")]
+pub use self::config::Config;
 pub use self::{
     consumer::{Builder, Handle, Handler, RetryConsumer},
     error::{Error, ErrorKind},
-    event::Event,
+    event::{Event, Events, Postponed, Resumed},
     job::Job,
     link::Broker,
+    pause::{PauseKind, Pauses},
     policy::{
         BuriedReason, FailureKind, IntoLevel, Jitter, Marked, Outcome, OutcomeExt, Panicked,
-        RetryPolicy, TimedOut, reject, undecodable,
+        Policies, RetryPolicy, Select, TimedOut, busy, outage, reject, retry_after, undecodable,
     },
     retry::{Jobs, Retry},
     settings::Settings,

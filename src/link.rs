@@ -4,9 +4,13 @@ mod broker;
 mod connection;
 mod lapin;
 
-use std::{fmt::Debug, sync::Arc};
+use std::{fmt::Debug, sync::Arc, time::Duration};
 
-use futures_util::{future::BoxFuture, stream::BoxStream};
+use futures_util::{
+    StreamExt,
+    future::BoxFuture,
+    stream::{self, BoxStream},
+};
 
 pub use self::broker::Broker;
 pub(crate) use self::{
@@ -18,6 +22,11 @@ use crate::{
     message::{Message, Outgoing},
     topology::QueueSpec,
 };
+
+/// How long a channel stays open after its last ack. Of a quorum queue the broker works off some 32
+/// acks of a channel at a time, and forgets the rest if the channel is closed before: 167 of 200
+/// jobs came back (3.10, 4.0, 4.3), some even when it was closed 50 ms later.
+pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
 /// What the broker answered to a publish.
 #[derive(Debug)]
@@ -77,6 +86,14 @@ pub(crate) struct Subscription {
     /// last item.
     pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
     pub(crate) control: Arc<dyn Control>,
+}
+
+impl Subscription {
+    /// The next delivery is this one again.
+    pub(crate) fn put_back(&mut self, first: Incoming) {
+        let rest = std::mem::replace(&mut self.incoming, stream::empty().boxed());
+        self.incoming = stream::iter([Ok(first)]).chain(rest).boxed();
+    }
 }
 
 pub(crate) trait Control: Send + Sync {

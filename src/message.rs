@@ -28,6 +28,20 @@ pub(crate) struct Message {
     pub(crate) body: Vec<u8>,
 }
 
+impl Message {
+    /// How many steps it has come towards the delivery limit of its quorum queue.
+    pub(crate) fn delivery_count(&self) -> u32 {
+        let headers = self.properties.headers().as_ref();
+        let count = headers.and_then(|headers| headers.inner().get("x-delivery-count"));
+        count.and_then(header::number).unwrap_or(0)
+    }
+}
+
+/// The string in a header, if it is one.
+pub(crate) fn text_header(properties: &BasicProperties, name: &str) -> Option<String> {
+    header::text(properties.headers().as_ref()?.inner().get(name)?)
+}
+
 /// A copy on its way to one queue, through the default exchange.
 #[derive(Clone)]
 pub(crate) struct Outgoing {

@@ -1,22 +1,29 @@
 //! How often a job is tried again, and after how long. Pure: no channel, no clock.
 
+mod busy;
 mod jitter;
 mod level;
 mod outcome;
+mod select;
 
 use std::{fmt, time::Duration};
 
 use serde::Deserialize;
 
+pub(crate) use self::{
+    busy::{busy_delays, busy_window_ms},
+    jitter::{Window, lane_delays},
+    level::{MAX_DELAY_MS, duration, label},
+    outcome::{Classifier, Verdict},
+};
 pub use self::{
     jitter::Jitter,
     level::IntoLevel,
-    outcome::{FailureKind, Marked, Outcome, OutcomeExt, Panicked, TimedOut, reject, undecodable},
-};
-pub(crate) use self::{
-    jitter::{Window, lane_delays},
-    level::{MAX_DELAY_MS, label},
-    outcome::Verdict,
+    outcome::{
+        FailureKind, Marked, Outcome, OutcomeExt, Panicked, TimedOut, busy, outage, reject,
+        retry_after, undecodable,
+    },
+    select::{Policies, Select},
 };
 use crate::Error;
 
@@ -59,6 +66,7 @@ pub struct RetryPolicy {
     runs: Vec<Run>,
     jitter: Jitter,
     lanes: u32,
+    max_age: Option<Duration>,
     /// The first thing that could not be understood; [`Self::validate`] reports it.
     invalid: Option<String>,
 }
@@ -74,8 +82,14 @@ struct Run {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Decision {
     Done,
-    /// Try it again at this level, counted from 1.
+    /// Charge it, and try it again at this level, counted from 1.
     Retry(u32),
+    /// Charge it, and try it again no sooner than this; it is on this level now.
+    RetryAfter(u32, Duration),
+    /// Charge nothing, and try it again at a random time.
+    Busy,
+    /// Charge nothing: back to the tail of its queue, and the consumer pauses.
+    Return,
     Bury(BuriedReason),
 }
 
@@ -167,6 +181,16 @@ impl RetryPolicy {
         self
     }
 
+    /// How old a job may get before it is given up. Default: no limit.
+    ///
+    /// The age counts from the message's `timestamp` property if it has one that is not in the
+    /// future, else from its first failure. A job whose next delay would end after this age is
+    /// buried as `expired` at once; one that arrives past it is buried without a run.
+    pub fn max_age(mut self, age: Duration) -> Self {
+        self.max_age = Some(age);
+        self
+    }
+
     /// How many times a job is tried again before it is buried: the number of levels.
     pub fn retries(&self) -> u32 {
         self.runs.iter().fold(0, |sum, run| sum.saturating_add(run.times))
@@ -182,7 +206,7 @@ impl RetryPolicy {
     /// # Errors
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration), naming the field: an empty
     /// level array, a level of zero or over 10 years, text that is no duration, no lanes, a jitter
-    /// factor outside `0..=1`, a multiplier below 1.
+    /// factor outside `0..=1`, a multiplier below 1, a maximum age of zero.
     pub fn validate(&self) -> Result<(), Error> {
         if let Some(invalid) = &self.invalid {
             return Err(Error::configuration(invalid));
@@ -214,6 +238,9 @@ impl RetryPolicy {
                 "lanes: 0; a level needs at least one lane (the default is 8)",
             ));
         }
+        if self.max_age == Some(Duration::ZERO) {
+            return Err(Error::configuration("max_age: zero; every job would be too old"));
+        }
         self.jitter.validate()
     }
 
@@ -239,6 +266,10 @@ impl RetryPolicy {
         None
     }
 
+    pub(crate) fn age_limit(&self) -> Option<Duration> {
+        self.max_age
+    }
+
     pub(crate) fn lane_count(&self) -> u32 {
         self.lanes
     }
@@ -256,30 +287,26 @@ impl RetryPolicy {
         }
     }
 
-    /// What becomes of a job with `charged` failures before this one.
-    pub(crate) fn decide(&self, charged: u32, verdict: &Verdict) -> Decision {
-        match verdict {
-            Verdict::Done => Decision::Done,
-            Verdict::Failed { outcome: Outcome::Reject, .. } => {
-                Decision::Bury(BuriedReason::Rejected)
-            }
-            Verdict::Failed { outcome: Outcome::Undecodable, .. } => {
-                Decision::Bury(BuriedReason::Undecodable)
-            }
-            Verdict::Failed { outcome: Outcome::Failed, .. } => {
-                let number = charged.saturating_add(1);
-                // A policy may have been shortened since this job failed last.
-                if charged < self.retries() {
-                    Decision::Retry(number)
-                } else {
-                    Decision::Bury(BuriedReason::Exhausted)
-                }
-            }
+    /// What becomes of a job with `charged` failures before this one, and `busy` times busy in a
+    /// row.
+    pub(crate) fn decide(&self, charged: u32, busy: u32, verdict: &Verdict) -> Decision {
+        let Verdict::Failed { outcome, .. } = verdict else { return Decision::Done };
+        let number = charged.saturating_add(1);
+        // A policy may have been shortened since this job failed last.
+        let levels_are_left = charged < self.retries();
+        match outcome {
+            Outcome::Reject => Decision::Bury(BuriedReason::Rejected),
+            Outcome::Undecodable => Decision::Bury(BuriedReason::Undecodable),
+            Outcome::Outage => Decision::Return,
+            Outcome::Busy if busy < busy::CEILING => Decision::Busy,
+            Outcome::RetryAfter(delay) if levels_are_left => Decision::RetryAfter(number, *delay),
+            _ if levels_are_left => Decision::Retry(number),
+            _ => Decision::Bury(BuriedReason::Exhausted),
         }
     }
 
     fn empty() -> Self {
-        Self { runs: Vec::new(), jitter: Jitter::default(), lanes: 8, invalid: None }
+        Self { runs: Vec::new(), jitter: Jitter::default(), lanes: 8, max_age: None, invalid: None }
     }
 
     fn push(&mut self, ms: u64, times: u32) {
@@ -299,7 +326,11 @@ mod tests {
     use super::*;
 
     fn failed() -> Verdict {
-        Verdict::from_result(Err(anyhow::anyhow!("no")))
+        verdict(anyhow::anyhow!("no"))
+    }
+
+    fn verdict(error: impl Into<anyhow::Error>) -> Verdict {
+        Verdict::from_result(Err(error.into()), &[])
     }
 
     #[test]
@@ -315,10 +346,42 @@ mod tests {
     #[test]
     fn level_one_follows_the_first_failure_and_the_last_is_followed_by_burial() {
         let policy = RetryPolicy::new([1, 2]);
-        assert_eq!(policy.decide(0, &failed()), Decision::Retry(1));
-        assert_eq!(policy.decide(1, &failed()), Decision::Retry(2));
-        assert_eq!(policy.decide(2, &failed()), Decision::Bury(BuriedReason::Exhausted));
-        assert_eq!(policy.decide(u32::MAX, &failed()), Decision::Bury(BuriedReason::Exhausted));
+        assert_eq!(policy.decide(0, 0, &failed()), Decision::Retry(1));
+        assert_eq!(policy.decide(1, 0, &failed()), Decision::Retry(2));
+        assert_eq!(policy.decide(2, 0, &failed()), Decision::Bury(BuriedReason::Exhausted));
+        assert_eq!(policy.decide(u32::MAX, 0, &failed()), Decision::Bury(BuriedReason::Exhausted));
+    }
+
+    #[test]
+    fn each_outcome_has_its_decision() {
+        let policy = RetryPolicy::new([1, 2]);
+        let nine = Duration::from_secs(9);
+        let no = || anyhow::anyhow!("no");
+        for (error, first, last) in [
+            (reject(no()), Decision::Bury(BuriedReason::Rejected), None),
+            (undecodable(no()), Decision::Bury(BuriedReason::Undecodable), None),
+            (outage(no()), Decision::Return, None),
+            (busy(no()), Decision::Busy, None),
+            (
+                retry_after(no(), nine),
+                Decision::RetryAfter(1, nine),
+                Some(Decision::Bury(BuriedReason::Exhausted)),
+            ),
+        ] {
+            let verdict = verdict(error);
+            assert_eq!(policy.decide(0, 0, &verdict), first);
+            assert_eq!(policy.decide(2, 0, &verdict), last.unwrap_or(first));
+        }
+    }
+
+    #[test]
+    fn a_job_that_is_busy_for_ever_is_charged_one_failure_each_hundred() {
+        let policy = RetryPolicy::new([1, 2]);
+        let busy = verdict(busy(anyhow::anyhow!("taken")));
+        assert_eq!(policy.decide(0, 99, &busy), Decision::Busy);
+        assert_eq!(policy.decide(0, 100, &busy), Decision::Retry(1));
+        assert_eq!(policy.decide(0, u32::MAX, &busy), Decision::Retry(1));
+        assert_eq!(policy.decide(2, 100, &busy), Decision::Bury(BuriedReason::Exhausted));
     }
 
     #[test]

@@ -8,13 +8,18 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{Stream, StreamExt};
+use futures_util::{
+    FutureExt, Stream, StreamExt,
+    future::{self, BoxFuture},
+    stream::FuturesUnordered,
+};
 use lapin::{Consumer, message::Delivery};
 
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
     link::{incoming, unreadable},
-    settle::Engine,
+    pause::Pace,
+    settle::{Engine, Probe, Turn},
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -66,13 +71,22 @@ impl Retry {
 
     /// The jobs of a consumer of the work queue, until the consumer ends.
     pub fn jobs(&self, consumer: Consumer) -> Jobs {
-        Jobs { engine: Arc::clone(&self.engine), consumer: Some(consumer) }
+        Jobs {
+            engine: Arc::clone(&self.engine),
+            consumer: Some(consumer),
+            turn: None,
+            probe: None,
+            waiting: FuturesUnordered::new(),
+        }
     }
 
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is past its deadline, and is being buried.
+    /// again, or it is not due, or past its deadline, and is on its way to a
+    /// lane or to the buried queue.
+    ///
+    /// While the consumer pauses this waits.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] after [`close`](Self::close).
@@ -83,11 +97,33 @@ impl Retry {
                 format!("queue {:?}: a delivery came after close()", self.engine.queue()),
             ));
         }
-        Ok(self.engine.admit(incoming(delivery)))
+        let mut turn = self.engine.turn().await;
+        let Some(mut job) = self.engine.admit(incoming(delivery)) else { return Ok(None) };
+        job.until_due().await;
+        while !job.start(turn) {
+            turn = self.engine.turn().await;
+        }
+        // Dropped, a job that became stale in the pause tells of itself.
+        Ok(Some(job).filter(UnsettledJob::is_usable))
+    }
+
+    /// Until when no jobs are given out, because a handler reported an outage or a hand-off
+    /// fails; none if they are, or if the wait is over and one is tried.
+    pub fn paused(&self) -> Option<std::time::Instant> {
+        match self.engine.pace() {
+            Pace::Paused { until } => until.map(tokio::time::Instant::into_std),
+            Pace::Stuck { until, .. } => Some(until.into_std()),
+            Pace::Open { .. } | Pace::Probing => None,
+        }
+    }
+
+    /// Ends a pause at once.
+    pub fn resume(&self) {
+        self.engine.resume_by_hand();
     }
 
     /// The queues that this work queue has.
-    pub fn topology(&self) -> &Topology {
+    pub fn topology(&self) -> Topology {
         self.engine.topology()
     }
 
@@ -106,10 +142,49 @@ impl Retry {
 ///
 /// It ends when the consumer ends: cancelled by you, or by the broker because the queue was
 /// deleted. An error is its last item. To drop it cancels the consumer.
+///
+/// While the consumer pauses it waits: what was prefetched stays with it.
 pub struct Jobs {
     engine: Arc<Engine>,
     /// Gone at the end: a consumer that is polled after its end never wakes again.
     consumer: Option<Consumer>,
+    /// Waits for its turn, in a pause.
+    turn: Option<BoxFuture<'static, Turn>>,
+    /// One job may be given out although the consumer pauses.
+    probe: Option<Probe>,
+    /// Jobs with less than a second of their wait left, and those that a pause keeps back.
+    waiting: FuturesUnordered<BoxFuture<'static, UnsettledJob>>,
+}
+
+impl Jobs {
+    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        if self.probe.as_ref().is_some_and(|probe| probe.is_valid()) {
+            return Poll::Ready(());
+        }
+        self.probe = None;
+        if self.turn.is_none() && self.engine.is_open() {
+            return Poll::Ready(());
+        }
+        let engine = Arc::clone(&self.engine);
+        let turn = self.turn.get_or_insert_with(|| async move { engine.turn().await }.boxed());
+        let turn = std::task::ready!(turn.poll_unpin(cx));
+        self.turn = None;
+        if let Turn::Probe(probe) = turn {
+            self.probe = Some(probe);
+        }
+        Poll::Ready(())
+    }
+
+    /// None if a pause keeps the job back, or if it became stale.
+    fn give_out(&mut self, mut job: UnsettledJob) -> Option<UnsettledJob> {
+        let turn = self.probe.take().map_or(Turn::Open, Turn::Probe);
+        if job.start(turn) {
+            // Dropped, a stale job tells of itself.
+            return Some(job).filter(UnsettledJob::is_usable);
+        }
+        self.waiting.push(future::ready(job).boxed());
+        None
+    }
 }
 
 impl Stream for Jobs {
@@ -117,16 +192,34 @@ impl Stream for Jobs {
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         loop {
-            let Some(consumer) = &mut self.consumer else { return Poll::Ready(None) };
+            std::task::ready!(self.poll_turn(cx));
+            if let Poll::Ready(Some(job)) = self.waiting.poll_next_unpin(cx) {
+                match self.give_out(job) {
+                    Some(job) => return Poll::Ready(Some(Ok(job))),
+                    None => continue,
+                }
+            }
+            let Some(consumer) = &mut self.consumer else {
+                if !self.waiting.is_empty() {
+                    return Poll::Pending;
+                }
+                self.probe = None;
+                return Poll::Ready(None);
+            };
             match std::task::ready!(consumer.poll_next_unpin(cx)) {
                 Some(Ok(delivery)) => {
                     if let Some(job) = self.engine.admit(incoming(delivery)) {
-                        return Poll::Ready(Some(Ok(job)));
+                        let wait = async move {
+                            job.until_due().await;
+                            job
+                        };
+                        // Given out at the next turn of this loop, if it is due.
+                        self.waiting.push(wait.boxed());
                     }
                 }
                 Some(Err(error)) => {
                     self.consumer = None;
-                    return Poll::Ready(Some(Err(ended(self.engine.queue(), error))));
+                    return Poll::Ready(Some(Err(ended(&self.engine.queue(), error))));
                 }
                 None => self.consumer = None,
             }

@@ -1,14 +1,18 @@
 //! What both ways in have in common, and its defaults.
 
-use std::{fmt, sync::Arc, time::Duration};
+use std::{error::Error as StdError, fmt, sync::Arc, time::Duration};
 
-use crate::{Declare, Error, Event, QueueType, RetryPolicy, event::Observer};
+use crate::{
+    Declare, Error, Event, Events, Outcome, Pauses, Policies, QueueType, RetryPolicy,
+    event::Observer, policy::Classifier,
+};
 
 /// How jobs of one work queue are retried, whoever runs them.
 ///
 /// | setting | default |
 /// |---|---|
 /// | policy | levels `[15, 30, 60, 120, 240, 480, 960]` s, jitter equal, 8 lanes |
+/// | [`pauses`](Self::pauses) | 5 s, doubling to 5 min |
 /// | [`queue_type`](Self::queue_type) | [`QueueType::Quorum`] |
 /// | [`declare`](Self::declare) | [`Declare::Create`] |
 /// | [`confirm_timeout`](Self::confirm_timeout) | 10 s |
@@ -17,27 +21,36 @@ use crate::{Declare, Error, Event, QueueType, RetryPolicy, event::Observer};
 ///
 /// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
 ///
-/// A [`RetryPolicy`] is enough wherever settings are asked for.
+/// A [`RetryPolicy`] or [`Policies`] are enough wherever settings are asked for.
 #[derive(Clone)]
 pub struct Settings {
-    pub(crate) policy: RetryPolicy,
+    pub(crate) policies: Policies,
+    pub(crate) pauses: Pauses,
+    pub(crate) classifiers: Vec<Classifier>,
     pub(crate) queue_type: QueueType,
     pub(crate) declare: Declare,
     pub(crate) confirm_timeout: Duration,
     pub(crate) hand_offs: usize,
+    pub(crate) hand_off_bound: Duration,
+    /// How long a job is held while its hand-off fails: half the broker's consumer timeout.
+    pub(crate) hold: Duration,
     pub(crate) worker: String,
     pub(crate) observers: Vec<Observer>,
 }
 
 impl Settings {
-    /// Settings with this policy.
-    pub fn new(policy: RetryPolicy) -> Self {
+    /// Settings with this policy, or these.
+    pub fn new(policies: impl Into<Policies>) -> Self {
         Self {
-            policy,
+            policies: policies.into(),
+            pauses: Pauses::default(),
+            classifiers: Vec::new(),
             queue_type: QueueType::default(),
             declare: Declare::default(),
             confirm_timeout: Duration::from_secs(10),
             hand_offs: 64,
+            hand_off_bound: Duration::from_secs(30),
+            hold: Duration::from_secs(15 * 60),
             worker: format!(
                 "{}:{}",
                 gethostname::gethostname().to_string_lossy(),
@@ -45,6 +58,37 @@ impl Settings {
             ),
             observers: Vec::new(),
         }
+    }
+
+    /// How the consumer pauses in an outage. Default: 5 s, doubling to 5 min.
+    #[must_use]
+    pub fn pauses(mut self, pauses: Pauses) -> Self {
+        self.pauses = pauses;
+        self
+    }
+
+    /// Reads the outcome out of errors of a type that is not yours to mark. The first error of
+    /// this type among the handler's error and its sources is asked about; `None` leaves it to the
+    /// next classifier. More than one may be set: the first that has an answer decides.
+    ///
+    /// A marker such as [`reject`](crate::reject) wins over a classifier. Timeouts and panics are
+    /// asked about as well, as [`TimedOut`](crate::TimedOut) and [`Panicked`](crate::Panicked).
+    ///
+    /// ```
+    /// use std::io;
+    /// use lapin_retry::{Outcome, RetryPolicy, Settings};
+    ///
+    /// let settings = Settings::new(RetryPolicy::default()).classify(|error: &io::Error| {
+    ///     (error.kind() == io::ErrorKind::ConnectionRefused).then_some(Outcome::Outage)
+    /// });
+    /// ```
+    #[must_use]
+    pub fn classify<E: StdError + Send + Sync + 'static>(
+        mut self,
+        classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
+    ) -> Self {
+        self.classifiers.push(Classifier::new(classify));
+        self
     }
 
     /// The type of the lanes and the buried queue. Default: quorum, with at-least-once
@@ -78,6 +122,15 @@ impl Settings {
         self
     }
 
+    /// How long a hand-off may fail before the consumer pauses: 30 s. For tests that do not want to
+    /// wait as long.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn hand_off_bound(mut self, bound: Duration) -> Self {
+        self.hand_off_bound = bound;
+        self
+    }
+
     /// The name of this worker in the history and in `buried-by`. Default: host name and process id.
     #[must_use]
     pub fn worker(mut self, name: impl Into<String>) -> Self {
@@ -93,7 +146,31 @@ impl Settings {
         self
     }
 
+    /// The same events as a stream with room for `capacity` of them, for hooks that are slow or
+    /// asynchronous: an alert by mail, say. Those that do not fit are dropped and counted.
+    ///
+    /// ```
+    /// use futures_util::StreamExt;
+    /// use lapin_retry::{Event, RetryPolicy, Settings};
+    ///
+    /// let (settings, mut events) = Settings::new(RetryPolicy::default()).events(1000);
+    /// # async fn alert(_: &str) {}
+    /// # async fn example(mut events: lapin_retry::Events) {
+    /// while let Some(event) = events.next().await {
+    ///     if let Event::Buried { job, reason, .. } = event {
+    ///         alert(&format!("{} is buried: {reason}", job.id())).await;
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn events(self, capacity: usize) -> (Self, Events) {
+        let (events, feed) = Events::bounded(capacity);
+        (self.on_event(feed), events)
+    }
+
     pub(crate) fn validate(&self) -> Result<(), Error> {
+        self.pauses.validate()?;
         if self.hand_offs == 0 {
             return Err(Error::configuration("hand_offs: 0; at least one must be in flight"));
         }
@@ -123,10 +200,17 @@ impl From<RetryPolicy> for Settings {
     }
 }
 
+impl From<Policies> for Settings {
+    fn from(policies: Policies) -> Self {
+        Self::new(policies)
+    }
+}
+
 impl fmt::Debug for Settings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Settings")
-            .field("policy", &self.policy)
+            .field("policies", &self.policies)
+            .field("pauses", &self.pauses)
             .field("queue_type", &self.queue_type)
             .field("declare", &self.declare)
             .field("confirm_timeout", &self.confirm_timeout)

@@ -1,29 +1,46 @@
-//! One delivery to its one end: acked, in a lane, or buried.
+//! One delivery to its one end: acked, in a lane, back in its queue, or buried.
 
+mod pacing;
+mod plan;
+mod stuck;
 mod unsettled;
 
 use std::{
+    collections::HashSet,
     fmt::Write as _,
     future::Future,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, PoisonError, RwLock},
     time::{Duration, SystemTime},
 };
 
 use rand::rngs::SmallRng;
-use tokio::{runtime::Handle, sync::oneshot};
+use tokio::{
+    runtime::Handle,
+    sync::{oneshot, watch},
+    time::Instant,
+};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
+pub(crate) use self::{
+    pacing::{Probe, Turn},
+    plan::{Arrival, Move, Rules},
+};
+use self::{
+    plan::To,
+    stuck::{Next, Owed, Trouble},
+};
 use crate::{
-    BuriedReason, Declare, Error, ErrorKind, Event, FailureKind, Job, Settings, Topology,
+    BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
     clock::Clock,
     event::emit,
     handoff::{HandOff, Slot},
-    link::{Broker, Confirmed, LapinLink, Link, Tag},
-    message::{Copier, Failure, Outgoing, Story, TooLarge, cut},
-    policy::{Decision, Verdict},
-    topology::{Decks, Lane, QueueSpec, declare},
+    link::{Broker, Confirmed, LINGER, LapinLink, Link, Tag},
+    message::{Copier, Outgoing, TooLarge, cut},
+    pause::{Epoch, Pace, Pacing},
+    policy::Verdict,
+    topology::{Lane, declare, make},
 };
 
 /// The most that is kept of an error's text in memory and in events, in bytes.
@@ -33,44 +50,25 @@ const ERROR_TEXT: usize = 16 * 1024;
 #[derive(Debug)]
 pub(crate) struct Engine {
     settings: Settings,
-    topology: Topology,
+    rules: RwLock<Arc<Rules>>,
     link: Arc<dyn Link>,
     handoff: HandOff,
     clock: Clock,
-    chance: Mutex<Chance>,
-    /// One at a time declares what went missing.
-    redeclaring: tokio::sync::Mutex<()>,
+    rng: Mutex<SmallRng>,
+    pacing: Mutex<Pacing>,
+    pace: watch::Sender<Pace>,
+    owed: Mutex<Owed>,
+    /// When the broker was last told of a delivery.
+    answered: Mutex<Option<Instant>>,
+    /// False while a consumer of ours takes jobs from the queue at full speed.
+    quiet: watch::Sender<bool>,
+    /// The queues made on first use that are known to be there. One at a time makes another, or
+    /// declares again what went missing.
+    made: tokio::sync::Mutex<HashSet<String>>,
     tasks: TaskTracker,
     /// Ends hand-offs that do not succeed; their jobs stay unacked.
     giving_up: CancellationToken,
     runtime: Handle,
-}
-
-#[derive(Debug)]
-struct Chance {
-    rng: SmallRng,
-    decks: Decks,
-}
-
-/// Where a job goes, and with which story.
-#[derive(Debug)]
-pub(crate) struct Move {
-    story: Story,
-    to: To,
-    kind: FailureKind,
-    error: String,
-}
-
-#[derive(Clone, Debug)]
-enum To {
-    Lane { level: u32, lane: Lane },
-    Buried(BuriedReason),
-}
-
-impl Move {
-    pub(crate) fn bury(story: Story, reason: BuriedReason, error: String) -> Self {
-        Self { story, to: To::Buried(reason), kind: FailureKind::Failed, error }
-    }
 }
 
 impl Engine {
@@ -81,32 +79,56 @@ impl Engine {
         settings: Settings,
     ) -> Result<Arc<Self>, Error> {
         settings.validate()?;
-        let topology = Topology::new(queue, &settings.policy, settings.queue_type)?;
+        let rules = Rules::new(queue, &settings, settings.queue_type)?;
         let link: Arc<dyn Link> = Arc::new(LapinLink::new(broker, settings.confirm_timeout));
-        declare(&*link, &topology, settings.declare).await?;
+        declare(&*link, &rules.topology, settings.declare).await?;
+        let pacing = Pacing::new(settings.pauses, Instant::now());
         let engine = Arc::new(Self {
             handoff: HandOff::new(Arc::clone(&link), settings.hand_offs),
-            settings,
-            topology,
+            rules: RwLock::new(Arc::new(rules)),
             link,
             clock: Clock::start(),
-            chance: Mutex::new(Chance { rng: rand::make_rng(), decks: Decks::default() }),
-            redeclaring: tokio::sync::Mutex::new(()),
+            rng: Mutex::new(rand::make_rng()),
+            pace: watch::Sender::new(pacing.pace()),
+            pacing: Mutex::new(pacing),
+            owed: Mutex::default(),
+            answered: Mutex::default(),
+            quiet: watch::Sender::new(true),
+            made: tokio::sync::Mutex::default(),
             tasks: TaskTracker::new(),
             giving_up: CancellationToken::new(),
             runtime: Handle::current(),
+            settings,
         });
-        let queues = engine.topology.queues().count();
+        let queues = engine.rules().topology.queues().len();
         engine.emit(&Event::Ready { queue: queue.to_owned(), queues });
         Ok(engine)
     }
 
-    pub(crate) fn queue(&self) -> &str {
-        self.topology.work_queue()
+    /// Other policies, pauses and classifiers from the next job on. Their lanes are made before
+    /// they are used; jobs at work are settled under the rules that they came in with.
+    pub(crate) async fn reload(&self, settings: &Settings) -> Result<(), Error> {
+        settings.validate()?;
+        let queue = self.queue();
+        let rules = Rules::new(&queue, settings, self.settings.queue_type)?;
+        declare(&*self.link, &rules.topology, self.settings.declare).await?;
+        let queues = rules.topology.queues().len();
+        *self.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
+        self.reconfigure_pauses(settings.pauses);
+        self.emit(&Event::Ready { queue, queues });
+        Ok(())
     }
 
-    pub(crate) fn topology(&self) -> &Topology {
-        &self.topology
+    pub(crate) fn rules(&self) -> Arc<Rules> {
+        Arc::clone(&self.rules.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    pub(crate) fn queue(&self) -> String {
+        self.rules().topology.work_queue().to_owned()
+    }
+
+    pub(crate) fn topology(&self) -> Topology {
+        self.rules().topology.clone()
     }
 
     pub(crate) fn is_closed(&self) -> bool {
@@ -126,11 +148,11 @@ impl Engine {
     }
 
     pub(crate) fn emit(&self, event: &Event) {
-        emit(self.queue(), &self.settings.observers, event);
+        emit(&self.queue(), &self.settings.observers, event);
     }
 
     pub(crate) fn with_rng<T>(&self, f: impl FnOnce(&mut SmallRng) -> T) -> T {
-        f(&mut self.chance.lock().unwrap_or_else(PoisonError::into_inner).rng)
+        f(&mut self.rng.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Runs on the engine's runtime, so that it works from a `Drop` on any thread.
@@ -144,13 +166,18 @@ impl Engine {
 
     /// Makes or verifies the queues again, after a lost connection.
     pub(crate) async fn redeclare(&self) -> Result<(), Error> {
-        declare(&*self.link, &self.topology, self.settings.declare).await
+        declare(&*self.link, &self.rules().topology, self.settings.declare).await
     }
 
-    /// Waits until every ack and hand-off has come to its end, for at most `grace`.
+    /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may
+    /// be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
         if tokio::time::timeout(grace, self.tasks.wait()).await.is_ok() {
+            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(answered) = answered {
+                tokio::time::sleep_until(answered + LINGER).await;
+            }
             return Ok(());
         }
         self.giving_up.cancel();
@@ -174,10 +201,14 @@ impl Engine {
         self: &Arc<Self>,
         job: Job,
         tag: Box<dyn Tag>,
+        (rules, epoch): (&Rules, Epoch),
         result: Result<(), anyhow::Error>,
     ) -> Receipt {
         let engine = Arc::clone(self);
-        let task = match self.plan(&job, Verdict::from_result(result)) {
+        let verdict = Verdict::from_result(result, &rules.classifiers);
+        // First of all: no other job is to be started if the consumer is to pause.
+        self.heed(&verdict, epoch);
+        let task = match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
             None => self.spawn(async move { engine.ack(&job, &*tag).await }),
             // The wait for a slot is part of the task, so that close() knows of it, and a caller
             // who gives up waiting leaves no job behind that nobody settles.
@@ -205,56 +236,42 @@ impl Engine {
         }
     }
 
-    /// Where a job goes after an attempt; nowhere if it is done.
-    fn plan(&self, job: &Job, verdict: Verdict) -> Option<Move> {
-        let mut story = job.story().clone();
-        let decision = self.settings.policy.decide(story.retry_count, &verdict);
-        let Verdict::Failed { kind, error, .. } = verdict else { return None };
-        let (now, error) = (self.now(), chain(&error));
-        let failure = Failure {
-            kind,
-            error: &error,
-            at: now,
-            level: self.settings.policy.level_label(story.retry_count),
-            worker: self.worker(),
-        };
-        let odd = story.is_odd();
-        if matches!(decision, Decision::Bury(BuriedReason::Rejected | BuriedReason::Undecodable)) {
-            story.note(&failure);
-        } else {
-            story.charge(&failure);
+    /// Gives back a job whose handler was not called, for the consumer pauses. One that has come
+    /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
+    /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
+    pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
+        let may_copy = !matches!(self.pace(), Pace::Stuck { .. });
+        if may_copy && job.message().delivery_count() > 0 {
+            let to = Move::return_unrun(&job, self.now());
+            // Not if it would not fit, for it has done nothing to be buried.
+            if self.copy(&job, &to).2 == Settled::Returned {
+                let engine = Arc::clone(self);
+                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+                return;
+            }
         }
-        story.remember(job.message(), now);
-        let to = match decision {
-            Decision::Done => return None,
-            // A failure needs the headers, so now they are judged.
-            _ if odd => To::Buried(BuriedReason::InvalidHeaders),
-            Decision::Bury(reason) => To::Buried(reason),
-            Decision::Retry(level) => self.place(level, &story, now),
-        };
-        Some(Move { story, to, kind, error })
+        self.give_back(&*tag).await;
     }
 
-    /// A lane of this level, or the buried queue if its delay would end after the deadline.
-    fn place(&self, level: u32, story: &Story, now: SystemTime) -> To {
-        let Some(level_ms) = self.settings.policy.level_ms(level) else {
-            return To::Buried(BuriedReason::Exhausted);
-        };
-        let lanes = self.topology.lanes(level_ms);
-        let lane = {
-            let mut chance = self.chance.lock().unwrap_or_else(PoisonError::into_inner);
-            let Chance { rng, decks } = &mut *chance;
-            decks.draw(level_ms, lanes, rng).clone()
-        };
-        let due = now + Duration::from_millis(lane.delay_ms);
-        if story.deadline.is_some_and(|deadline| due > deadline) {
-            return To::Buried(BuriedReason::Expired);
-        }
-        To::Lane { level, lane }
+    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
+        let told = tag.give_back().await;
+        self.note_answer();
+        told
+    }
+
+    async fn ack_by(&self, tag: &dyn Tag) -> bool {
+        let told = tag.ack().await;
+        self.note_answer();
+        told
+    }
+
+    fn note_answer(&self) {
+        let mut answered = self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        *answered = Some(Instant::now());
     }
 
     async fn ack(&self, job: &Job, tag: &dyn Tag) -> Settled {
-        if tag.ack().await {
+        if self.ack_by(tag).await {
             self.emit(&Event::Done { job: job.clone() });
             return Settled::Acked;
         }
@@ -266,14 +283,30 @@ impl Engine {
     /// While it fails the original stays unacked, and it is tried again.
     pub(crate) async fn hand_off(
         &self,
-        mut slot: Option<Slot>,
+        slot: Option<Slot>,
         job: &Job,
         tag: &dyn Tag,
         to: Move,
     ) -> Settled {
-        let mut backoff = HandOff::backoff();
+        self.hand_off_again(slot, job, tag, to, false).await
+    }
+
+    /// The same for one that may be owed: it has failed for long, before it was given back.
+    pub(crate) async fn hand_off_again(
+        &self,
+        mut slot: Option<Slot>,
+        job: &Job,
+        tag: &dyn Tag,
+        to: Move,
+        owed: bool,
+    ) -> Settled {
+        if let To::WorkQueue = to.to {
+            drop(slot.take());
+            self.until_quiet().await;
+        }
+        let mut trouble = Trouble::new(self, job, owed);
         let mut tries = 0;
-        let (copy, event, settled) = loop {
+        let (event, settled, queue) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
                 None => match self.slot().await {
@@ -283,14 +316,22 @@ impl Engine {
             };
             // The broker delivers it again, so a copy would be one too many.
             if !tag.usable() {
+                if owed {
+                    self.still_owed(job, to);
+                }
                 self.emit(&Event::Stale { job: job.clone() });
                 return Settled::Stale;
             }
             let (copy, event, settled) = self.copy(job, &to);
-            let answer = self.handoff.publish(&copy, slot).await;
+            let answer = match self.make_on_first_use(&copy.queue).await {
+                Ok(()) => self.handoff.publish(&copy, slot).await,
+                Err(error) => Confirmed::NotSent(error),
+            };
             let (why, undecided) = match answer {
-                Confirmed::Yes => break (copy, event, settled),
-                Confirmed::Returned(why) => (self.declare_again(&copy.queue, &why).await, false),
+                Confirmed::Yes => break (event, settled, copy.queue),
+                Confirmed::Returned(why) => {
+                    (self.declare_again(to.lane(), &copy.queue, &why).await, false)
+                }
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
                 }
@@ -303,54 +344,50 @@ impl Engine {
                 }
             };
             tries += 1;
-            let (job, queue) = (job.clone(), copy.queue);
-            self.emit(&Event::HandOffFailed { job, queue, why, undecided, tries });
-            let wait = self.with_rng(|rng| backoff.next(rng));
-            tokio::select! {
-                () = tokio::time::sleep(wait) => {}
-                () = self.giving_up.cancelled() => return Settled::Stale,
+            let (told, queue, stuck) = (job.clone(), copy.queue.clone(), trouble.is_stuck());
+            let why_told = why.clone();
+            self.emit(&Event::HandOffFailed {
+                job: told,
+                queue,
+                why: why_told,
+                undecided,
+                tries,
+                stuck,
+            });
+            match trouble.next(&copy.queue, &why).await {
+                Next::Try => {}
+                Next::GiveBack => {
+                    return self.give_back_owed(job, tag, to, (copy.queue, &why)).await;
+                }
+                Next::GiveUp => return Settled::Stale,
             }
         };
-        drop(copy);
         // Never a reason to publish again: the job will be seen again.
-        if !tag.ack().await {
+        if !self.ack_by(tag).await {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);
+        self.reached(&queue);
         settled
     }
 
     /// The copy for one try, what to say when it is confirmed, and what became of the job.
     fn copy(&self, job: &Job, to: &Move) -> (Outgoing, Event, Settled) {
         let limits = self.link.limits();
-        let copier =
-            Copier { work_queue: self.queue(), user: &limits.user, frame_max: limits.frame_max };
-        let (message, id) = (job.message(), job.id());
-        let now = self.now();
-        let reason = match &to.to {
-            To::Buried(reason) => *reason,
-            To::Lane { level, lane } => {
-                let delay = Duration::from_millis(lane.delay_ms);
-                let due = now + delay;
-                let mut story = to.story.clone();
-                story.go_to(self.settings.policy.level_label(*level), due);
-                match copier.retry(message, id, story, &lane.queue.name, lane.delay_ms) {
-                    Ok(copy) => {
-                        let event = Event::Retried {
-                            job: job.clone(),
-                            level: *level,
-                            delay,
-                            due,
-                            kind: to.kind,
-                            error: to.error.clone(),
-                        };
-                        return (copy, event, Settled::Retried { level: *level, due });
-                    }
+        let queue = self.queue();
+        let copier = Copier { work_queue: &queue, user: &limits.user, frame_max: limits.frame_max };
+        let (message, id, now) = (job.message(), job.id(), self.now());
+        let reason = match to.onward(job, &queue, now) {
+            Ok(onward) => {
+                let (to, delay_ms) = (&onward.queue, onward.delay_ms);
+                match copier.onward(message, id, onward.story, to, delay_ms) {
+                    Ok(copy) => return (copy, onward.event, onward.settled),
                     Err(TooLarge) => BuriedReason::TooLarge,
                 }
             }
+            Err(reason) => reason,
         };
-        let buried = &self.topology.buried().name;
+        let buried = &self.rules().topology.buried().name.clone();
         let story = to.story.clone();
         let (copy, reason) =
             copier.burial(message, id, story, buried, (reason, now, self.worker()));
@@ -358,15 +395,40 @@ impl Engine {
         (copy, event, Settled::Buried)
     }
 
+    /// The ladder for busy jobs and the hold lanes are made when the first job needs one.
+    async fn make_on_first_use(&self, name: &str) -> Result<(), Error> {
+        let rules = self.rules();
+        if !rules.topology.is_on_first_use(name) {
+            return Ok(());
+        }
+        let mut made = self.made.lock().await;
+        if made.contains(name) {
+            return Ok(());
+        }
+        // All of its kind at once, for the next job needs another.
+        let kind = |name: &str| name.rsplit_once('.').map(|(kind, _)| kind.to_owned());
+        for queue in rules.topology.queues_on_first_use() {
+            if kind(&queue.name) == kind(name) {
+                make(&*self.link, queue, self.settings.declare).await?;
+                made.insert(queue.name.clone());
+            }
+        }
+        Ok(())
+    }
+
     /// The queue went missing under us: it is made again, unless that is not ours to do.
-    async fn declare_again(&self, name: &str, why: &str) -> String {
-        let missing: Option<&QueueSpec> = self.topology.queues().find(|queue| queue.name == name);
+    ///
+    /// A lane is known from the move: under the rules of today there may be no such lane.
+    async fn declare_again(&self, lane: Option<&Lane>, name: &str, why: &str) -> String {
+        let rules = self.rules();
+        let lane = lane.map(|lane| &lane.queue).filter(|queue| queue.name == name);
+        let missing = lane.or_else(|| rules.topology.find(name));
         let Some(queue) = missing.filter(|_| self.settings.declare == Declare::Create) else {
             return format!(
                 "the queue is missing ({why}); make it, or start with declare = \"create\""
             );
         };
-        let _one_at_a_time = self.redeclaring.lock().await;
+        let _one_at_a_time = self.made.lock().await;
         match self.link.declare(queue).await {
             Ok(()) => format!("the queue was missing ({why}) and has been declared again"),
             Err(error) => format!("the queue is missing ({why}) and cannot be declared: {error}"),
@@ -378,7 +440,7 @@ impl Engine {
 /// once.
 ///
 /// It is the user's code that writes them, and a panic here would leave the job without an answer.
-fn chain(error: &anyhow::Error) -> String {
+pub(crate) fn chain(error: &anyhow::Error) -> String {
     catch_unwind(AssertUnwindSafe(|| written(error)))
         .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
 }

@@ -4,15 +4,21 @@ mod arguments;
 mod deck;
 mod declare;
 mod name;
+mod place;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
-pub(crate) use self::{deck::Decks, declare::declare, name::Name};
+use self::name::Name;
+pub(crate) use self::{
+    deck::Decks,
+    declare::{declare, make},
+    place::Wait,
+};
 use crate::{
-    Error, RetryPolicy,
-    policy::{MAX_QUEUES, lane_delays},
+    Error, Policies, RetryPolicy,
+    policy::{MAX_QUEUES, busy_delays, lane_delays},
 };
 
 /// The type of the lanes and of the buried queue. The work queue may be of either type.
@@ -69,7 +75,7 @@ pub(crate) struct Lane {
 /// ```
 /// use lapin_retry::{QueueType, RetryPolicy, Topology};
 ///
-/// let topology = Topology::new("orders", &RetryPolicy::new([15]).lanes(2), QueueType::Quorum)?;
+/// let topology = Topology::new("orders", RetryPolicy::new([15]).lanes(2), QueueType::Quorum)?;
 /// let names: Vec<_> = topology.queues().map(|queue| queue.name.as_str()).collect();
 /// assert_eq!(
 ///     names,
@@ -81,59 +87,71 @@ pub(crate) struct Lane {
 pub struct Topology {
     work_queue: String,
     buried: QueueSpec,
-    /// By the level's nominal delay, so that equal levels share their lanes.
-    lanes: HashMap<u64, Vec<Lane>>,
-    /// Those delays in the order of their first use.
-    levels_ms: Vec<u64>,
+    /// For each policy its levels' lanes by the level's nominal delay; equal levels share theirs.
+    ladders: Vec<BTreeMap<u64, Vec<Lane>>>,
+    busy: Vec<Lane>,
+    hold: Vec<Lane>,
 }
 
 impl Topology {
-    /// What `policy` needs beside `work_queue`.
+    /// What these policies need beside `work_queue`.
     ///
     /// # Errors
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the policy is impossible, a
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): a policy is impossible, a
     /// queue's name would be longer than 255 bytes, or there would be more than 200 queues.
     pub fn new(
         work_queue: &str,
-        policy: &RetryPolicy,
+        policies: impl Into<Policies>,
         queue_type: QueueType,
     ) -> Result<Self, Error> {
-        policy.validate()?;
+        let policies = policies.into();
+        policies.validate()?;
         if work_queue.is_empty() {
             return Err(Error::configuration("queue: the name is empty; name the work queue"));
         }
-        let levels_ms = policy.distinct_levels_ms();
-        within_the_queue_limit(work_queue, policy, &levels_ms)?;
-
-        let queue = |name: Name| -> Result<QueueSpec, Error> {
+        for policy in policies.iter() {
+            within_the_queue_limit(work_queue, policy)?;
+        }
+        let queue = |name: &Name| -> Result<QueueSpec, Error> {
             Ok(QueueSpec {
-                arguments: arguments::of(&name, queue_type),
+                arguments: arguments::of(name, queue_type),
                 name: name.checked(work_queue)?,
             })
         };
-        let mut lanes = HashMap::new();
-        for &level_ms in &levels_ms {
+        let lane = |delay_ms, name: Name| Ok(Lane { delay_ms, queue: queue(&name)? });
+        let level = |policy: &RetryPolicy, level_ms| -> Result<Vec<Lane>, Error> {
             let window = policy.window(level_ms);
-            let delays = lane_delays(window, policy.lane_count());
-            let level = delays
+            let jittered = window.lo != window.hi;
+            lane_delays(window, policy.lane_count())
                 .into_iter()
-                .map(|delay_ms| {
-                    let jittered = window.lo != window.hi;
-                    let name = Name::lane(work_queue, level_ms, jittered.then_some(delay_ms));
-                    Ok(Lane { delay_ms, queue: queue(name)? })
-                })
-                .collect::<Result<Vec<_>, Error>>()?;
-            lanes.insert(level_ms, level);
-        }
+                .map(|ms| lane(ms, Name::lane(work_queue, level_ms, jittered.then_some(ms))))
+                .collect()
+        };
+        let ladder = |policy: &RetryPolicy| -> Result<BTreeMap<u64, Vec<Lane>>, Error> {
+            let levels = policy.distinct_levels_ms();
+            levels.into_iter().map(|ms| Ok((ms, level(policy, ms)?))).collect()
+        };
         let topology = Self {
             work_queue: work_queue.to_owned(),
-            buried: queue(Name::buried(work_queue))?,
-            lanes,
-            levels_ms,
+            buried: queue(&Name::buried(work_queue))?,
+            ladders: policies.iter().map(ladder).collect::<Result<_, Error>>()?,
+            busy: busy_delays()
+                .map(|ms| lane(ms, Name::busy(work_queue, ms)))
+                .collect::<Result<_, Error>>()?,
+            hold: place::HOLD_MS
+                .into_iter()
+                .map(|ms| lane(ms, Name::hold(work_queue, ms)))
+                .collect::<Result<_, Error>>()?,
         };
-        debug_assert!(
-            topology.queues().map(|q| &q.name).collect::<HashSet<_>>().len() <= MAX_QUEUES
-        );
+        let queues = topology.queues().len();
+        if queues > MAX_QUEUES {
+            return Err(too_many(
+                work_queue,
+                format!("the lanes of {} policies and the buried queue", topology.ladders.len()),
+                queues as u64,
+                "use fewer lanes or levels, or levels and jitter that the policies share",
+            ));
+        }
         Ok(topology)
     }
 
@@ -147,24 +165,43 @@ impl Topology {
         &self.buried
     }
 
-    /// All queues of ours: the buried queue, then the lanes level by level, the shortest first.
-    pub fn queues(&self) -> impl Iterator<Item = &QueueSpec> {
-        let lanes = self.levels_ms.iter().flat_map(|level| &self.lanes[level]);
-        std::iter::once(&self.buried).chain(lanes.map(|lane| &lane.queue))
+    /// The queues that are there from the start, by name: the buried queue, then the lanes level by
+    /// level, the shortest first.
+    pub fn queues(&self) -> impl ExactSizeIterator<Item = &QueueSpec> {
+        let lanes = self.ladders.iter().flat_map(BTreeMap::values).flatten();
+        let by_name: BTreeMap<&str, &QueueSpec> = std::iter::once(&self.buried)
+            .chain(lanes.map(|lane| &lane.queue))
+            .map(|queue| (queue.name.as_str(), queue))
+            .collect();
+        by_name.into_values()
     }
 
-    /// The lanes of the level with this nominal delay; never empty.
-    pub(crate) fn lanes(&self, level_ms: u64) -> &[Lane] {
-        &self.lanes[&level_ms]
+    /// The queues that are made when the first job needs one: the ladder for busy jobs, and those
+    /// for waits longer than the longest lane.
+    pub fn queues_on_first_use(&self) -> impl Iterator<Item = &QueueSpec> {
+        self.busy.iter().chain(&self.hold).map(|lane| &lane.queue)
+    }
+
+    /// The lanes of a policy's level; never empty.
+    pub(crate) fn lanes(&self, policy: usize, level_ms: u64) -> &[Lane] {
+        &self.ladders[policy][&level_ms]
+    }
+
+    /// A queue of ours by its name.
+    pub(crate) fn find(&self, name: &str) -> Option<&QueueSpec> {
+        let mut all = self.queues().chain(self.queues_on_first_use());
+        all.find(|queue| queue.name == name)
+    }
+
+    /// Whether a queue is made only when it is needed.
+    pub(crate) fn is_on_first_use(&self, name: &str) -> bool {
+        self.queues_on_first_use().any(|queue| queue.name == name)
     }
 }
 
 /// Refused before the lanes are made, so that a silly number costs nothing.
-fn within_the_queue_limit(
-    work_queue: &str,
-    policy: &RetryPolicy,
-    levels_ms: &[u64],
-) -> Result<(), Error> {
+fn within_the_queue_limit(work_queue: &str, policy: &RetryPolicy) -> Result<(), Error> {
+    let levels_ms = policy.distinct_levels_ms();
     let lanes = policy.lane_count();
     let of_level = |&ms: &u64| {
         let window = policy.window(ms);
@@ -181,10 +218,15 @@ fn within_the_queue_limit(
     } else {
         format!("use at most {fitting} lanes, or fewer levels")
     };
-    Err(Error::configuration(format!(
-        "lanes: {levels} different levels of up to {lanes} lanes and the buried queue are {queues} \
-         queues for {work_queue:?}, and at most {MAX_QUEUES} are allowed; {remedy}"
-    )))
+    let what = format!("{levels} different levels of up to {lanes} lanes and the buried queue");
+    Err(too_many(work_queue, what, queues, &remedy))
+}
+
+fn too_many(work_queue: &str, what: String, queues: u64, remedy: &str) -> Error {
+    Error::configuration(format!(
+        "lanes: {what} are {queues} queues for {work_queue:?}, and at most {MAX_QUEUES} are \
+         allowed; {remedy}"
+    ))
 }
 
 #[cfg(test)]
@@ -194,7 +236,7 @@ mod tests {
 
     #[test]
     fn the_default_policy_makes_57_queues_that_sort_by_delay() {
-        let topology = Topology::new("orders", &RetryPolicy::default(), QueueType::Quorum).unwrap();
+        let topology = Topology::new("orders", RetryPolicy::default(), QueueType::Quorum).unwrap();
         let names: Vec<_> = topology.queues().map(|q| q.name.clone()).collect();
         assert_eq!(names.len(), 57);
         assert!(names.is_sorted());
@@ -206,22 +248,36 @@ mod tests {
     #[test]
     fn without_jitter_a_level_is_one_queue() {
         let policy = RetryPolicy::new(["15s", "1500ms"]).jitter(Jitter::None);
-        let topology = Topology::new("orders", &policy, QueueType::Quorum).unwrap();
+        let topology = Topology::new("orders", policy.clone(), QueueType::Quorum).unwrap();
         let names: Vec<_> = topology.queues().map(|q| q.name.as_str()).collect();
-        assert_eq!(names, ["orders.buried", "orders.retry.00015s", "orders.retry.00001500ms"]);
+        assert_eq!(names, ["orders.buried", "orders.retry.00001500ms", "orders.retry.00015s"]);
+    }
+
+    #[test]
+    fn policies_share_lanes_of_equal_name_and_the_sum_is_limited() {
+        let policy = |seconds: u64| RetryPolicy::new([seconds, 60]).lanes(4);
+        let policies = Policies::new(policy(15)).with("a", policy(30)).with("b", policy(15));
+        let topology = Topology::new("orders", policies, QueueType::Quorum).unwrap();
+        assert_eq!(topology.queues().len(), 1 + 3 * 4);
+        let many = (1..=13).fold(Policies::new(policy(15)), |policies, n| {
+            let own = RetryPolicy::new((1..=4).map(|i| n * 100 + i)).lanes(4);
+            policies.with(format!("type-{n}"), own)
+        });
+        let error = Topology::new("orders", many, QueueType::Quorum).unwrap_err().to_string();
+        assert!(error.contains("217 queues") && error.contains("14 policies"), "{error}");
     }
 
     #[test]
     fn equal_levels_share_their_lanes() {
         let policy = RetryPolicy::new([5, 10, 5]).lanes(2);
-        let topology = Topology::new("orders", &policy, QueueType::Quorum).unwrap();
-        assert_eq!(topology.queues().count(), 5);
+        let topology = Topology::new("orders", policy.clone(), QueueType::Quorum).unwrap();
+        assert_eq!(topology.queues().len(), 5);
     }
 
     #[test]
     fn more_than_200_queues_are_refused_with_the_count_and_the_remedy() {
         let refused = |policy: RetryPolicy| {
-            Topology::new("orders", &policy, QueueType::Quorum).unwrap_err().to_string()
+            Topology::new("orders", policy.clone(), QueueType::Quorum).unwrap_err().to_string()
         };
         let error = refused(RetryPolicy::default().lanes(29));
         assert!(error.contains("204 queues for \"orders\""), "{error}");
@@ -229,11 +285,11 @@ mod tests {
         let error = refused(RetryPolicy::new(1..=200u64));
         assert!(error.contains("at most 199 different levels"), "{error}");
         assert!(refused(RetryPolicy::new([1000]).lanes(u32::MAX)).contains("at most 199 lanes"));
-        Topology::new("orders", &RetryPolicy::default().lanes(28), QueueType::Quorum).unwrap();
+        Topology::new("orders", RetryPolicy::default().lanes(28), QueueType::Quorum).unwrap();
         // Three milliseconds make three lanes, however many are asked for.
         let narrow = RetryPolicy::new(["3ms"]).jitter(Jitter::Full).lanes(u32::MAX);
         assert_eq!(
-            Topology::new("orders", &narrow, QueueType::Quorum).map(|t| t.queues().count()).ok(),
+            Topology::new("orders", narrow, QueueType::Quorum).map(|t| t.queues().len()).ok(),
             Some(4)
         );
     }
@@ -242,10 +298,10 @@ mod tests {
     fn a_name_over_255_bytes_is_refused_before_anything_is_declared() {
         let longest = 255 - ".retry.00015s.00008437ms".len();
         let policy = RetryPolicy::new([15]);
-        Topology::new(&"q".repeat(longest), &policy, QueueType::Quorum).unwrap();
+        Topology::new(&"q".repeat(longest), policy.clone(), QueueType::Quorum).unwrap();
         let error =
-            Topology::new(&"q".repeat(longest + 1), &policy, QueueType::Quorum).unwrap_err();
+            Topology::new(&"q".repeat(longest + 1), policy.clone(), QueueType::Quorum).unwrap_err();
         assert!(error.to_string().contains("255 bytes"), "{error}");
-        assert!(Topology::new("", &policy, QueueType::Quorum).is_err());
+        assert!(Topology::new("", policy.clone(), QueueType::Quorum).is_err());
     }
 }

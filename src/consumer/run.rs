@@ -1,6 +1,14 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
+use std::{
+    panic::AssertUnwindSafe,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
 
 use futures_util::{FutureExt, StreamExt};
 use rand::Rng;
@@ -15,7 +23,8 @@ use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
     clock::Backoff,
     link::{Incoming, Subscribe, Subscription},
-    settle::Engine,
+    pause::Pace,
+    settle::{Engine, Probe, Turn},
 };
 
 /// A subscription that lasted this long ends a series of failures.
@@ -45,26 +54,28 @@ pub(super) struct Run {
     pub(super) engine: Arc<Engine>,
     pub(super) how: Subscribe,
     pub(super) handler: BoxHandler,
-    pub(super) concurrency: usize,
+    pub(super) permits: Arc<Semaphore>,
     pub(super) handler_timeout: Duration,
     pub(super) stopping: watch::Receiver<Option<Stop>>,
+    pub(super) handlers: TaskTracker,
+    /// Ends the handlers that outlast a shutdown.
+    pub(super) cut: CancellationToken,
+    /// The broker was lost since our queues were last declared or verified.
+    pub(super) lost: AtomicBool,
 }
 
 impl Run {
     pub(super) async fn until_stopped(self, first: Subscription) {
-        let permits = Arc::new(Semaphore::new(self.concurrency));
-        let handlers = TaskTracker::new();
-        let cut = CancellationToken::new();
         let mut tries = Tries::default();
         let mut next = Some(first);
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
-                Some(subscription) => {
-                    self.serve(subscription, tries.probing, &permits, &handlers, &cut).await
-                }
-                None => match self.subscribe(tries.probing).await {
+                Some(subscription) => self.serve(subscription, tries.alone).await,
+                None if !self.engine.is_open() => self.sit_out(tries.alone).await,
+                None => match self.subscribe(self.how.prefetch, tries.alone).await {
                     Ok(subscription) => {
+                        self.engine.consuming();
                         next = Some(subscription);
                         continue;
                     }
@@ -73,12 +84,15 @@ impl Run {
             };
             let error = match ended {
                 Ended::Stopped(subscription) => break subscription,
-                Ended::Probed => {
+                Ended::Paused => continue,
+                Ended::Readable => {
                     tries = Tries::default();
                     continue;
                 }
                 Ended::Lost(error) => error,
             };
+            self.engine.quiet();
+            self.lost.store(true, Ordering::Relaxed);
             let lasted = started.elapsed();
             let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
@@ -87,40 +101,46 @@ impl Run {
                 () = tokio::time::sleep(wait) => {}
             }
         };
-        self.wind_down(last, &handlers, &cut).await;
+        self.wind_down(last).await;
     }
 
-    /// Declares or verifies, then consumes: the broker may have come back without our queues.
-    async fn subscribe(&self, probe: bool) -> Result<Subscription, Error> {
+    /// Consumes; after a loss it first declares or verifies, for the broker may have come back
+    /// without our queues.
+    async fn subscribe(&self, prefetch: u16, alone: bool) -> Result<Subscription, Error> {
+        let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
-            self.engine.redeclare().await?;
-            self.engine.link().consume(&self.how, probe).await
+            if self.lost.load(Ordering::Relaxed) {
+                self.engine.redeclare().await?;
+            }
+            self.engine.link().consume(&how, alone).await
         };
         tokio::select! {
-            subscription = subscribing => subscription,
+            subscription = subscribing => {
+                self.lost.store(subscription.is_err(), Ordering::Relaxed);
+                subscription
+            }
             () = self.stop() => Err(Error::new(ErrorKind::Closed, "stopped while connecting")),
         }
     }
 
-    /// Runs jobs until the subscription ends or the consumer is told to stop.
-    async fn serve(
-        &self,
-        mut subscription: Subscription,
-        probe: bool,
-        permits: &Arc<Semaphore>,
-        handlers: &TaskTracker,
-        cut: &CancellationToken,
-    ) -> Ended {
-        let mut probed = pin!(tokio::time::sleep(STEADY));
-        let mut probing = probe;
+    /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
+    async fn serve(&self, mut subscription: Subscription, alone: bool) -> Ended {
+        // Made once: a job costs no new watcher.
+        let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
+        let mut steady = pin!(tokio::time::sleep(STEADY));
+        let mut judging = alone;
         loop {
             let incoming = tokio::select! {
                 biased;
-                () = self.stop() => return Ended::Stopped(Some(subscription)),
-                () = &mut probed, if probing => {
+                () = &mut stop => return Ended::Stopped(Some(subscription)),
+                () = &mut pause => {
+                    self.give_up(subscription).await;
+                    return Ended::Paused;
+                }
+                () = &mut steady, if judging => {
                     // What has been delivered still comes out, and is answered on this channel.
                     let _ = tokio::time::timeout(FAREWELL, subscription.control.cancel()).await;
-                    probing = false;
+                    judging = false;
                     continue;
                 }
                 incoming = subscription.incoming.next() => incoming,
@@ -128,35 +148,133 @@ impl Run {
             let incoming = match incoming {
                 Some(Ok(incoming)) => incoming,
                 Some(Err(error)) => return Ended::Lost(error),
-                None if probe && !probing => return Ended::Probed,
+                None if alone && !judging => return Ended::Readable,
                 None => return Ended::Lost(self.cancelled_by_the_broker()),
             };
             let permit = tokio::select! {
                 biased;
-                () = self.stop() => {
-                    self.give_back(incoming).await;
+                // Given back only once the consumer is cancelled: it would come here again.
+                () = &mut stop => {
+                    subscription.put_back(incoming);
                     return Ended::Stopped(Some(subscription));
                 }
-                permit = Arc::clone(permits).acquire_owned() => permit,
+                () = &mut pause => {
+                    subscription.put_back(incoming);
+                    self.give_up(subscription).await;
+                    return Ended::Paused;
+                }
+                permit = self.permit() => permit,
             };
-            // The semaphore is never closed.
-            let Ok(permit) = permit else { return Ended::Stopped(Some(subscription)) };
             if let Some(job) = self.engine.admit(incoming) {
-                handlers.spawn(self.attempt(job, permit, cut.clone()));
+                self.handlers.spawn(self.attempt(job, Turn::Open, permit));
             }
         }
+    }
+
+    /// Waits for the end of a pause. After each wait one job is tried.
+    async fn sit_out(&self, alone: bool) -> Ended {
+        let turn = tokio::select! {
+            biased;
+            () = self.stop() => return Ended::Stopped(None),
+            turn = self.engine.turn() => turn,
+        };
+        let Turn::Probe(probe) = turn else { return Ended::Paused };
+        let clear = tokio::select! {
+            biased;
+            () = self.stop() => return Ended::Stopped(None),
+            clear = self.engine.is_way_clear() => clear,
+        };
+        if !clear {
+            return Ended::Paused;
+        }
+        if let Err(error) = self.try_one(probe, alone).await {
+            return Ended::Lost(error);
+        }
+        // The job that is tried decides how it goes on.
+        tokio::select! {
+            biased;
+            () = self.stop() => Ended::Stopped(None),
+            () = self.engine.pace_other_than(Pace::Probing) => Ended::Paused,
+        }
+    }
+
+    /// Starts one job, and takes no second one: the consumer that fetched it is cancelled before.
+    async fn try_one(&self, probe: Probe, alone: bool) -> Result<(), Error> {
+        // Ends the probe: told to stop; or resumed, by hand or by a new configuration.
+        let over = async {
+            tokio::select! {
+                () = self.stop() => {}
+                () = self.engine.pace_other_than(Pace::Probing) => {}
+            }
+        };
+        let mut over = pin!(over);
+        // First of all, so that no job waits here for a handler to end.
+        let permit = tokio::select! {
+            biased;
+            () = &mut over => return Ok(()),
+            permit = self.permit() => permit,
+        };
+        let mut subscription = self.subscribe(1, alone).await?;
+        let job = loop {
+            let incoming = tokio::select! {
+                biased;
+                () = &mut over => break None,
+                incoming = subscription.incoming.next() => incoming,
+            };
+            match incoming {
+                Some(Ok(incoming)) => match self.engine.admit(incoming) {
+                    Some(job) => break Some(job),
+                    None => continue,
+                },
+                Some(Err(error)) => return Err(error),
+                None => return Err(self.cancelled_by_the_broker()),
+            }
+        };
+        self.give_up(subscription).await;
+        if let Some(job) = job {
+            self.handlers.spawn(self.attempt(job, Turn::Probe(probe), permit));
+        }
+        Ok(())
+    }
+
+    /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
+    /// healthy workers.
+    async fn give_up(&self, mut subscription: Subscription) {
+        let engine = Arc::clone(&self.engine);
+        let cancelling = self.engine.spawn(async move {
+            subscription.control.cancel().await;
+            while let Some(Ok(Incoming { message, tag })) = subscription.incoming.next().await {
+                engine.set_aside(engine.read(message), tag).await;
+            }
+        });
+        // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
+        // unacked for as long as a handler keeps the channel open.
+        let _ = tokio::time::timeout(FAREWELL, cancelling).await;
+        self.engine.quiet();
+    }
+
+    async fn permit(&self) -> OwnedSemaphorePermit {
+        // The semaphore is never closed.
+        Arc::clone(&self.permits).acquire_owned().await.expect("an open semaphore")
     }
 
     /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it.
     fn attempt(
         &self,
-        job: UnsettledJob,
+        mut job: UnsettledJob,
+        turn: Turn,
         permit: OwnedSemaphorePermit,
-        cut: CancellationToken,
     ) -> impl Future<Output = ()> + Send + 'static {
         let handler = Arc::clone(&self.handler);
         let after = self.handler_timeout;
+        let cut = self.cut.clone();
         async move {
+            job.until_due().await;
+            if !job.start(turn) {
+                // A pause has begun since it came in.
+                drop(permit);
+                return job.set_aside().await;
+            }
             // The timeout is inside, so that a panic of what it drops is caught as well.
             let call = async {
                 let called = async { handler(job.job().clone()).await };
@@ -177,30 +295,25 @@ impl Run {
         }
     }
 
-    async fn wind_down(
-        &self,
-        subscription: Option<Subscription>,
-        handlers: &TaskTracker,
-        cut: &CancellationToken,
-    ) {
+    async fn wind_down(&self, mut subscription: Option<Subscription>) {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
-        let mut subscription = subscription;
         if let Some(subscription) = &mut subscription {
             let _ = tokio::time::timeout(FAREWELL, async {
                 subscription.control.cancel().await;
                 while let Some(Ok(incoming)) = subscription.incoming.next().await {
-                    self.give_back(incoming).await;
+                    self.engine.give_back(&*incoming.tag).await;
                 }
             })
             .await;
         }
-        handlers.close();
-        if tokio::time::timeout_at(deadline, handlers.wait()).await.is_err() {
-            cut.cancel();
+        self.engine.quiet();
+        self.handlers.close();
+        if tokio::time::timeout_at(deadline, self.handlers.wait()).await.is_err() {
+            self.cut.cancel();
         }
         // Outcomes that wait for a hand-off slot are waited for as long as the hand-offs are.
         let end = deadline.max(Instant::now() + FAREWELL);
-        let _ = tokio::time::timeout_at(end, handlers.wait()).await;
+        let _ = tokio::time::timeout_at(end, self.handlers.wait()).await;
         let left = end.saturating_duration_since(Instant::now());
         if let Err(error) = self.engine.close(left).await {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
@@ -208,11 +321,6 @@ impl Run {
         if let Some(subscription) = subscription {
             let _ = tokio::time::timeout(FAREWELL, subscription.control.close()).await;
         }
-    }
-
-    /// Of a job whose handler has not been called.
-    async fn give_back(&self, incoming: Incoming) {
-        incoming.tag.give_back().await;
     }
 
     async fn stop(&self) {
@@ -242,13 +350,13 @@ struct Tries {
     /// counts as a delivery of all that was unacked there. So once that has happened each of them
     /// goes on alone and job by job: one meets the message at its queue's head and keeps away, the
     /// others go back to the shared connection.
-    probing: bool,
+    alone: bool,
 }
 
 impl Default for Tries {
     fn default() -> Self {
         let backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
-        Self { backoff, probing: false }
+        Self { backoff, alone: false }
     }
 }
 
@@ -258,10 +366,10 @@ impl Tries {
             self.backoff.reset();
         }
         let unreadable = error == ErrorKind::Unreadable;
-        if unreadable && self.probing {
+        if unreadable && self.alone {
             return UNREADABLE;
         }
-        self.probing |= unreadable;
+        self.alone |= unreadable;
         self.backoff.next(rng)
     }
 }
@@ -269,8 +377,10 @@ impl Tries {
 enum Ended {
     /// Told to stop; the subscription still has what is unanswered.
     Stopped(Option<Subscription>),
-    /// It was a probe, and all that it met could be read.
-    Probed,
+    /// The consumer is to pause, or a pause is over: look again.
+    Paused,
+    /// It consumed alone, and all that it met could be read.
+    Readable,
     Lost(Error),
 }
 
@@ -285,7 +395,7 @@ mod tests {
         let mut tries = Tries::default();
         let mut wait = |error, lasted| {
             let wait = tries.wait(error, Duration::from_secs(lasted), &mut rng);
-            (wait, tries.probing)
+            (wait, tries.alone)
         };
         assert!(!wait(ErrorKind::Connection, 0).1);
         // It may be another queue's message: look at once, but alone.

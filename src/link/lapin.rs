@@ -13,8 +13,10 @@ use lapin::{
     types::{FieldTable, ShortString},
 };
 
+use tokio::runtime::Handle;
+
 use super::{
-    Broker, Confirmed, Control, Incoming, Limits, Link, Subscribe, Subscription, Tag,
+    Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
     connection::{Purpose, Session, Shared, is_closed, is_refusal, refused, unreadable},
 };
 use crate::{
@@ -187,7 +189,8 @@ impl Link for LapinLink {
             let queue = how.queue.clone();
             let failed = move |error| not_consuming(&error, &queue, probe);
             let (channel, consumer) = subscribing.await.map_err(&failed)?;
-            let control = Arc::new(Consuming { channel, tag: consumer.tag(), _session: session });
+            let (tag, runtime) = (consumer.tag(), Handle::current());
+            let control = Arc::new(Consuming { channel, tag, session, runtime });
             let open = Arc::clone(&control);
             let incoming = consumer.map(move |delivery| match delivery {
                 Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
@@ -233,7 +236,20 @@ struct Consuming {
     channel: Channel,
     tag: ShortString,
     /// Dropping the last handle of a connection closes it.
-    _session: Arc<Session>,
+    session: Arc<Session>,
+    runtime: Handle,
+}
+
+impl Drop for Consuming {
+    fn drop(&mut self) {
+        // Dropping the last handle of a channel closes it, and that of the last answer is dropped
+        // right after it. Nobody waits for this, so that a slow broker may have longer.
+        let last = (self.channel.clone(), Arc::clone(&self.session));
+        self.runtime.spawn(async move {
+            tokio::time::sleep(5 * LINGER).await;
+            drop(last);
+        });
+    }
 }
 
 impl Control for Consuming {

@@ -173,7 +173,7 @@ mod tests {
 
     /// The headers of the copy for the lane.
     fn retried(message: &Arc<Message>, story: &Story) -> Result<FieldTable, TooLarge> {
-        let copy = COPIER.retry(message, "id", story.clone(), "lane", 15_000)?;
+        let copy = COPIER.onward(message, "id", story.clone(), "lane", Some(15_000))?;
         assert!(header_frame_len(&copy.properties) <= 131_072 - RESERVE);
         Ok(copy.properties.headers().clone().unwrap())
     }
@@ -381,7 +381,7 @@ mod tests {
             let story = full_story(&message);
             let (frame, _) = buried_with(copier, &message, &story);
             prop_assert!(frame <= max as usize);
-            if let Ok(copy) = copier.retry(&message, "id", story, "lane", u64::MAX) {
+            if let Ok(copy) = copier.onward(&message, "id", story, "lane", Some(u64::MAX)) {
                 prop_assert!(header_frame_len(&copy.properties) + RESERVE <= max as usize);
             }
         }

@@ -30,20 +30,24 @@ pub(crate) struct Copier<'a> {
 pub(crate) struct TooLarge;
 
 impl Copier<'_> {
-    /// The copy for a lane, which gives it back after `delay_ms`.
-    pub(crate) fn retry(
+    /// The copy for a lane, which gives it back after the delay; without a delay, the copy for the
+    /// tail of the work queue itself.
+    pub(crate) fn onward(
         &self,
         message: &Arc<Message>,
         id: &str,
         mut story: Story,
         queue: &str,
-        delay_ms: u64,
+        delay_ms: Option<u64>,
     ) -> Result<Outgoing, TooLarge> {
         let mut properties = self.properties(message, id, &mut story);
         let foreign = foreign_headers(&message.properties);
         let room = self.room(&properties);
         let headers = budget::fit(self.work_queue, foreign, story, room)?;
-        properties = properties.with_headers(headers).with_expiration(delay_ms.to_string().into());
+        properties = properties.with_headers(headers);
+        if let Some(delay_ms) = delay_ms {
+            properties = properties.with_expiration(delay_ms.to_string().into());
+        }
         Ok(Outgoing { queue: queue.to_owned(), properties, original: Arc::clone(message) })
     }
 
@@ -150,7 +154,10 @@ mod tests {
         let message = message(properties);
         let mut story = Story::read(&message, "orders");
         story.remember(&message, second(0));
-        COPIER.retry(&message, "made", story, "orders.retry.00015s", 15_000).unwrap().properties
+        COPIER
+            .onward(&message, "made", story, "orders.retry.00015s", Some(15_000))
+            .unwrap()
+            .properties
     }
 
     fn burial(properties: BasicProperties) -> BasicProperties {
@@ -212,7 +219,8 @@ mod tests {
     fn the_expiration_is_the_delay_in_decimal_digits() {
         let message = message(BasicProperties::default());
         for (delay, text) in [(1, "1"), (8_437, "8437"), (315_360_000_000, "315360000000")] {
-            let copy = COPIER.retry(&message, "id", Story::default(), "lane", delay).unwrap();
+            let copy =
+                COPIER.onward(&message, "id", Story::default(), "lane", Some(delay)).unwrap();
             assert_eq!(copy.properties.expiration(), &Some(text.into()));
         }
     }
@@ -340,7 +348,7 @@ mod tests {
                 prop_assert!(!has_short_string(&buried(&message, reason)));
             }
             let story = Story::read(&message, "orders");
-            if let Ok(copy) = COPIER.retry(&message, "id", story, "lane", 1) {
+            if let Ok(copy) = COPIER.onward(&message, "id", story, "lane", Some(1)) {
                 prop_assert!(!has_short_string(copy.properties.headers().as_ref().unwrap()));
             }
         }

@@ -5,7 +5,10 @@ mod tests;
 
 use std::time::{Duration, SystemTime};
 
-use lapin::types::{AMQPValue, FieldArray, FieldTable};
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldArray, FieldTable},
+};
 
 use super::{Message, header::*};
 use crate::policy::{BuriedReason, FailureKind};
@@ -33,6 +36,8 @@ pub(crate) struct Story {
     pub(super) level: Option<String>,
     pub(super) due_at: Option<SystemTime>,
     pub(crate) deadline: Option<SystemTime>,
+    /// Only while one lane is not enough: the job is not run before.
+    pub(crate) not_before: Option<SystemTime>,
     pub(super) error: Option<String>,
     pub(super) error_kind: Option<String>,
     /// Oldest first.
@@ -101,6 +106,7 @@ impl Story {
         };
         let first_failed_at = time(RETRY_FIRST_FAILED_AT);
         let deadline = time(RETRY_DEADLINE);
+        let not_before = time(RETRY_NOT_BEFORE);
         let mut origin = |key| {
             let read = named(key).map(text);
             // AMQP has no longer names.
@@ -115,6 +121,7 @@ impl Story {
             exhumed_count,
             first_failed_at,
             deadline,
+            not_before,
             original_exchange: origin(RETRY_ORIGINAL_EXCHANGE),
             original_routing_key: origin(RETRY_ORIGINAL_ROUTING_KEY),
             // What follows is for people and decides nothing, so it is taken as it comes.
@@ -147,6 +154,7 @@ impl Story {
         self.crash_count = 0;
         self.first_failed_at = None;
         self.exhumed = true;
+        self.not_before = None;
         // An odd count was what it was buried for; whoever put it back knows.
         self.odd.clear();
     }
@@ -164,7 +172,15 @@ impl Story {
         self.note(failure);
     }
 
-    /// Notes a failure in the history without charging it.
+    /// Counts one more time in a row that the job was busy. How many that are now.
+    pub(crate) fn note_busy(&mut self, failure: &Failure<'_>) -> u32 {
+        let in_a_row = self.busy_count.saturating_add(1);
+        self.note(failure);
+        self.busy_count = in_a_row;
+        in_a_row
+    }
+
+    /// Notes a failure that is charged to nobody.
     pub(crate) fn note(&mut self, failure: &Failure<'_>) {
         self.first_failed_at.get_or_insert(failure.at);
         self.last_failed_at = Some(failure.at);
@@ -191,18 +207,10 @@ impl Story {
     /// copy cannot carry. `timestamp` in seconds and `expiration` in milliseconds are the
     /// message's own properties; together they are its deadline.
     pub(crate) fn remember(&mut self, message: &Message, now: SystemTime) {
+        let properties = &message.properties;
+        self.deadline = self.end_of_life(properties, now);
         self.original_exchange.get_or_insert_with(|| message.exchange.to_string());
         self.original_routing_key.get_or_insert_with(|| message.routing_key.to_string());
-        let properties = &message.properties;
-        if let (None, Some(expiration)) = (self.deadline, properties.expiration()) {
-            let stamped = properties
-                .timestamp()
-                .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
-                .filter(|stamp| *stamp <= now);
-            let base = stamped.or(self.first_failed_at).unwrap_or(now);
-            let lifetime = expiration.as_str().parse().ok().map(Duration::from_millis);
-            self.deadline = lifetime.and_then(|lifetime| base.checked_add(lifetime));
-        }
         if let Some(headers) = properties.headers() {
             let copies: Vec<_> = ["CC", "BCC"]
                 .iter()
@@ -218,10 +226,51 @@ impl Story {
         }
     }
 
-    /// Goes on to a lane: `level` as `2/7 30s`.
-    pub(crate) fn go_to(&mut self, level: String, due_at: SystemTime) {
-        self.level = Some(level);
+    /// The instant after which the job is given up: its own deadline, or the end of its policy's
+    /// maximum age, whichever is earlier.
+    pub(crate) fn expires_at(
+        &self,
+        properties: &BasicProperties,
+        max_age: Option<Duration>,
+        now: SystemTime,
+    ) -> Option<SystemTime> {
+        let too_old = max_age.and_then(|age| self.born(properties, now).checked_add(age));
+        self.end_of_life(properties, now).into_iter().chain(too_old).min()
+    }
+
+    /// The job's own deadline: what its headers say, or at first its lifetime.
+    fn end_of_life(&self, properties: &BasicProperties, now: SystemTime) -> Option<SystemTime> {
+        if self.deadline.is_some() || !self.is_first() {
+            // The expiration of a copy of ours is a lane's.
+            return self.deadline;
+        }
+        let life = properties.expiration().as_ref()?.as_str().parse().ok()?;
+        self.born(properties, now).checked_add(Duration::from_millis(life))
+    }
+
+    /// Whether nothing was remembered of the job yet: it comes from its publisher.
+    pub(crate) fn is_first(&self) -> bool {
+        self.original_exchange.is_none()
+    }
+
+    /// When the job's life began: its timestamp if it has one that is not in the future, else its
+    /// first failure. A job that was put back lives from its first failure after.
+    fn born(&self, properties: &BasicProperties, now: SystemTime) -> SystemTime {
+        let stamp = properties
+            .timestamp()
+            .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
+            .filter(|stamp| *stamp <= now && self.exhumed_count == 0);
+        stamp.or(self.first_failed_at).unwrap_or(now)
+    }
+
+    /// Goes on to a lane, which gives it back then.
+    pub(crate) fn go_to(&mut self, due_at: SystemTime) {
         self.due_at = Some(due_at);
+    }
+
+    /// As `2/7 30s`.
+    pub(crate) fn set_level(&mut self, label: &str) {
+        self.level = Some(label.to_owned());
     }
 
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
@@ -278,6 +327,7 @@ impl Story {
         set(RETRY_LEVEL, words(&self.level));
         set(RETRY_DUE_AT, time(self.due_at));
         set(RETRY_DEADLINE, time(self.deadline));
+        set(RETRY_NOT_BEFORE, time(self.not_before));
         set(RETRY_ERROR, words(&self.error));
         set(RETRY_ERROR_KIND, words(&self.error_kind));
         let history = (!self.history.is_empty()).then(|| FieldArray::from(self.history.clone()));

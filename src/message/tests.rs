@@ -68,8 +68,9 @@ pub(super) fn failed_once(message: &Arc<Message>) -> (FieldTable, Story) {
     story.charge(&failure("no route to host"));
     story.remember(message, second(60));
     let mut told = story.clone();
-    told.go_to("1/7 15s".to_owned(), second(70));
-    let copy = COPIER.retry(message, "id", told, "orders.retry.00015s", 15_000).unwrap();
+    told.set_level("1/7 15s");
+    told.go_to(second(70));
+    let copy = COPIER.onward(message, "id", told, "orders.retry.00015s", Some(15_000)).unwrap();
     (copy.properties.headers().clone().unwrap(), story)
 }
 

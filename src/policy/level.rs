@@ -91,14 +91,49 @@ pub(super) fn exponential_runs(
     }
 }
 
+/// A duration as a configuration file writes it: whole seconds, or text.
+pub(crate) fn duration<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Duration, D::Error> {
+    LevelField::deserialize(from)?.into_level().map_err(serde::de::Error::custom)
+}
+
 /// A policy as a configuration file writes it.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct PolicyFields {
-    levels: Vec<LevelField>,
+    levels: Option<Vec<LevelField>>,
+    /// In place of the levels.
+    exponential: Option<Exponential>,
     #[serde(default)]
     jitter: Jitter,
     lanes: Option<u32>,
+    max_age: Option<LevelField>,
+}
+
+/// The arguments of [`RetryPolicy::exponential`].
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Exponential {
+    initial: LevelField,
+    multiplier: f64,
+    max: LevelField,
+    attempts: u32,
+}
+
+impl TryFrom<Exponential> for RetryPolicy {
+    type Error = crate::Error;
+
+    fn try_from(fields: Exponential) -> Result<Self, Self::Error> {
+        let delay = |field: LevelField, name| {
+            let delay = field.into_level();
+            delay.map_err(|why| crate::Error::configuration(format!("exponential.{name}: {why}")))
+        };
+        Ok(RetryPolicy::exponential(
+            delay(fields.initial, "initial")?,
+            fields.multiplier,
+            delay(fields.max, "max")?,
+            fields.attempts,
+        ))
+    }
 }
 
 #[derive(Deserialize)]
@@ -121,9 +156,29 @@ impl TryFrom<PolicyFields> for RetryPolicy {
     type Error = crate::Error;
 
     fn try_from(fields: PolicyFields) -> Result<Self, Self::Error> {
-        let mut policy = RetryPolicy::new(fields.levels).jitter(fields.jitter);
+        let policy = match (fields.levels, fields.exponential) {
+            (Some(levels), None) => RetryPolicy::new(levels),
+            (None, Some(exponential)) => exponential.try_into()?,
+            (Some(_), Some(_)) => {
+                return Err(crate::Error::configuration(
+                    "exponential: it makes the levels, so drop either it or `levels`",
+                ));
+            }
+            (None, None) => {
+                return Err(crate::Error::configuration(
+                    "levels: missing; name the delays, such as [15, 30, 60], or give `exponential`",
+                ));
+            }
+        };
+        let mut policy = policy.jitter(fields.jitter);
         if let Some(lanes) = fields.lanes {
             policy = policy.lanes(lanes);
+        }
+        if let Some(age) = fields.max_age {
+            let age = age.into_level();
+            policy = policy.max_age(
+                age.map_err(|why| crate::Error::configuration(format!("max_age: {why}")))?,
+            );
         }
         policy.validate()?;
         Ok(policy)
@@ -168,6 +223,12 @@ mod tests {
         assert_eq!(policy, same);
         let equal: RetryPolicy = toml::from_str("levels = [15]\njitter = \"equal\"").unwrap();
         assert_eq!(equal, RetryPolicy::new([15]));
+        let growing: RetryPolicy = toml::from_str(
+            "exponential = { initial = \"500ms\", multiplier = 2, max = 30, attempts = 9 }",
+        )
+        .unwrap();
+        let levels = ["500ms", "1s", "2s", "4s", "8s", "16s", "30s", "30s", "30s"];
+        assert_eq!(growing, RetryPolicy::new(levels));
     }
 
     #[test]
@@ -179,6 +240,22 @@ mod tests {
             ("levels = [1.5]", "whole seconds"),
             ("levels = [\"soon\"]", "levels[0]"),
             ("levels = [1]\njitter = { proportional = 2.0 }", "jitter"),
+            ("lanes = 2", "levels: missing"),
+            (
+                "levels = [1]\nexponential = { initial = 1, multiplier = 2, max = 9, attempts = 3 }",
+                "drop either it or `levels`",
+            ),
+            ("exponential = { initial = 1, multiplier = 2, max = 9 }", "attempts"),
+            (
+                "exponential = { initial = 1, multiplier = 0.5, max = 9, attempts = 3 }",
+                "multiplier",
+            ),
+            (
+                "exponential = { initial = 1, multiplier = 2, max = \"soon\", attempts = 3 }",
+                "exponential.max",
+            ),
+            ("exponential = { initial = 0, multiplier = 2, max = 9, attempts = 3 }", "levels[0]"),
+            ("exponential = { initial = 1, multiplier = 2, max = 9, attempts = 0 }", "levels"),
         ] {
             let error = toml::from_str::<RetryPolicy>(text).expect_err(text).to_string();
             assert!(error.contains(says), "{error} should say {says}");

@@ -9,10 +9,10 @@ use std::{
     time::SystemTime,
 };
 
-use tokio::task::JoinHandle;
+use tokio::{task::JoinHandle, time::Instant};
 
-use super::Engine;
-use crate::{Error, Event, Job, link::Tag};
+use super::{Engine, Probe, Rules, Turn};
+use crate::{Error, Event, Job, link::Tag, pause::Epoch};
 
 /// A job whose outcome is still open. It derefs to its [`Job`].
 ///
@@ -23,13 +23,51 @@ use crate::{Error, Event, Job, link::Tag};
 pub struct UnsettledJob {
     job: Job,
     engine: Arc<Engine>,
+    /// Those it was admitted under; a reload does not change them.
+    rules: Arc<Rules>,
+    due: Option<Instant>,
+    /// In which its handler was started.
+    epoch: Epoch,
+    /// Held while the handler of the job that is tried runs.
+    probe: Option<Probe>,
     /// Taken when the job is settled.
     tag: Option<Box<dyn Tag>>,
 }
 
 impl UnsettledJob {
-    pub(crate) fn new(engine: Arc<Engine>, job: Job, tag: Box<dyn Tag>) -> Self {
-        Self { job, engine, tag: Some(tag) }
+    pub(crate) fn new(
+        engine: Arc<Engine>,
+        rules: Arc<Rules>,
+        job: Job,
+        tag: Box<dyn Tag>,
+        due: Option<Instant>,
+    ) -> Self {
+        let epoch = Epoch::default();
+        Self { job, engine, rules, due, epoch, probe: None, tag: Some(tag) }
+    }
+
+    /// Asked at the last moment before its handler is called. False if the consumer pauses, and
+    /// this is not the job that is tried.
+    pub(crate) fn start(&mut self, turn: Turn) -> bool {
+        self.probe = match turn {
+            Turn::Open => None,
+            Turn::Probe(probe) => Some(probe),
+        };
+        let epoch = self.engine.may_start(self.probe.as_ref());
+        self.epoch = epoch.unwrap_or_default();
+        epoch.is_some()
+    }
+
+    /// False once its channel is dead: the broker delivers the job again.
+    pub(crate) fn is_usable(&self) -> bool {
+        self.tag.as_ref().is_some_and(|tag| tag.usable())
+    }
+
+    /// Waits out what is left of a wait and shorter than a second.
+    pub(crate) async fn until_due(&self) {
+        if let Some(due) = self.due {
+            tokio::time::sleep_until(due).await;
+        }
     }
 
     /// The job, to be handed to a handler.
@@ -52,11 +90,21 @@ impl UnsettledJob {
         result: Result<(), E>,
     ) -> Result<Receipt, Error> {
         let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
-        let engine = Arc::clone(&self.engine);
-        Ok(engine.settle(self.job.clone(), tag, result.map_err(Into::into)).await)
+        let result = result.map_err(Into::into);
+        let under = (&*self.rules, self.epoch);
+        Ok(self.engine.settle(self.job.clone(), tag, under, result).await)
     }
 
-    /// Gives the job back without a warning, for a reason that is not its user's doing.
+    /// Gives back a job whose handler was not called, for the consumer pauses.
+    pub(crate) async fn set_aside(mut self) {
+        if let Some(tag) = self.tag.take() {
+            // Before, it would come to this very worker again.
+            self.engine.until_quiet().await;
+            self.engine.set_aside(self.job.clone(), tag).await;
+        }
+    }
+
+    /// Gives back a job whose handler was cut short.
     pub(crate) async fn give_back(mut self, why: &'static str) {
         if let Some(tag) = self.tag.take() {
             give_back(&self.engine, self.job.clone(), tag, why).await;
@@ -84,7 +132,7 @@ impl Drop for UnsettledJob {
 }
 
 async fn give_back(engine: &Engine, job: Job, tag: Box<dyn Tag>, why: &'static str) {
-    if tag.give_back().await {
+    if engine.give_back(&*tag).await {
         engine.emit(&Event::GivenBack { job, why });
     } else {
         engine.emit(&Event::Stale { job });
@@ -105,10 +153,18 @@ pub enum Settled {
         /// When the broker gives it back.
         due: SystemTime,
     },
+    /// It waits in a lane without being charged: it was busy, or its time has not come.
+    #[non_exhaustive]
+    Postponed {
+        /// When the broker gives it back.
+        due: SystemTime,
+    },
+    /// It is back at the tail of its work queue, unharmed, and the consumer pauses.
+    Returned,
     /// It is in the buried queue.
     Buried,
-    /// Its channel died, or the work ended while the hand-off still failed: the broker delivers it
-    /// again.
+    /// Its channel died, or its hand-off failed until it had to be given back or the work ended: the
+    /// broker delivers it again.
     Stale,
 }
 

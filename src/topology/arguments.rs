@@ -3,10 +3,7 @@
 
 use lapin::types::{AMQPValue, FieldTable};
 
-use super::{
-    QueueType,
-    name::{Kind, Name},
-};
+use super::{QueueType, name::Name};
 
 pub(super) fn of(name: &Name<'_>, queue_type: QueueType) -> FieldTable {
     let mut arguments = FieldTable::default();
@@ -20,7 +17,7 @@ pub(super) fn of(name: &Name<'_>, queue_type: QueueType) -> FieldTable {
     if quorum {
         set("x-queue-leader-locator", text("balanced"));
     }
-    let Kind::Lane { level_ms, jittered_ms } = name.kind else { return arguments };
+    let Some(delay_ms) = name.delay_ms() else { return arguments };
 
     // Back through the default exchange: to this work queue, and to no other consumer of the
     // exchange that the job came from.
@@ -28,7 +25,7 @@ pub(super) fn of(name: &Name<'_>, queue_type: QueueType) -> FieldTable {
     set("x-dead-letter-routing-key", text(name.work_queue));
     // The messages carry the same delay as their expiration. This one guards against a message
     // put here by hand without one, which would block the lane for ever.
-    set("x-message-ttl", AMQPValue::LongLongInt(jittered_ms.unwrap_or(level_ms).cast_signed()));
+    set("x-message-ttl", AMQPValue::LongLongInt(delay_ms.cast_signed()));
     if quorum {
         // At-least-once works only with reject-publish; the broker silently ignores it otherwise.
         set("x-dead-letter-strategy", text("at-least-once"));

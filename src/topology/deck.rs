@@ -11,18 +11,18 @@ use super::Lane;
 /// on 16 lanes are 125 a lane, where independent draws put about 150 on the fullest.
 #[derive(Debug, Default)]
 pub(crate) struct Decks {
-    left: HashMap<u64, Vec<usize>>,
+    left: HashMap<(usize, u64), Vec<usize>>,
 }
 
 impl Decks {
-    /// A lane of the level whose lanes these are; `lanes` is not empty.
+    /// One of these lanes, which are those of this policy's level; never none.
     pub(crate) fn draw<'a>(
         &mut self,
-        level_ms: u64,
+        level: (usize, u64),
         lanes: &'a [Lane],
         rng: &mut impl Rng,
     ) -> &'a Lane {
-        let deck = self.left.entry(level_ms).or_default();
+        let deck = self.left.entry(level).or_default();
         loop {
             match deck.pop() {
                 Some(index) if index < lanes.len() => return &lanes[index],
@@ -45,14 +45,14 @@ mod tests {
     #[test]
     fn every_lane_is_drawn_once_before_any_is_drawn_twice() {
         let policy = RetryPolicy::new([10]).lanes(16);
-        let topology = Topology::new("orders", &policy, QueueType::Quorum).unwrap();
-        let lanes = topology.lanes(10_000);
+        let topology = Topology::new("orders", policy, QueueType::Quorum).unwrap();
+        let lanes = topology.lanes(0, 10_000);
         let mut rng = SmallRng::seed_from_u64(7);
         let mut decks = Decks::default();
         let mut rounds = Vec::new();
         for _ in 0..50 {
             let round: Vec<u64> =
-                (0..16).map(|_| decks.draw(10_000, lanes, &mut rng).delay_ms).collect();
+                (0..16).map(|_| decks.draw((0, 10_000), lanes, &mut rng).delay_ms).collect();
             let mut sorted = round.clone();
             sorted.sort_unstable();
             assert_eq!(sorted, lanes.iter().map(|lane| lane.delay_ms).collect::<Vec<_>>());

@@ -18,8 +18,9 @@ pub(crate) async fn declare(
     let explain = |error| about_permissions(error, topology.work_queue());
     let work_queue = link.check(topology.work_queue()).await;
     work_queue.map_err(|e| explain(about_the_work_queue(e, topology)))?;
-    let needed = topology.queues().count();
-    let each: Vec<_> = topology.queues().map(|queue| one(link, queue, mode)).collect();
+    let queues = topology.queues();
+    let needed = queues.len();
+    let each: Vec<_> = queues.map(|queue| make(link, queue, mode)).collect();
     let mut answers = stream::iter(each).buffered(SIDE_BY_SIDE);
     let mut made = 0;
     let mut refused = None;
@@ -77,7 +78,8 @@ fn escaped(name: &str) -> String {
     })
 }
 
-async fn one(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
+/// One of ours: declared, verified, or taken to be there.
+pub(crate) async fn make(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
     match mode {
         Declare::Create => link.declare(queue).await.map_err(about_arguments),
         Declare::Check => link.check(&queue.name).await.map_err(|e| about_a_lane(e, queue)),

@@ -11,6 +11,8 @@ use crate::Error;
 
 const RETRY: &str = ".retry.";
 const BURIED: &str = ".buried";
+const BUSY: &str = "busy";
+const HOLD: &str = "hold";
 const LONGEST: usize = 255;
 
 /// A queue of ours, taken apart.
@@ -24,6 +26,10 @@ pub(crate) struct Name<'a> {
 pub(crate) enum Kind {
     /// `orders.retry.00015s.00008437ms`; without jitter `orders.retry.00015s`.
     Lane { level_ms: u64, jittered_ms: Option<u64> },
+    /// `orders.retry.busy.00002250ms`, one of the ladder for busy jobs.
+    Busy { delay_ms: u64 },
+    /// `orders.retry.hold.00600000ms`, for waits longer than the longest lane.
+    Hold { delay_ms: u64 },
     /// `orders.buried`
     Buried,
 }
@@ -32,6 +38,23 @@ impl<'a> Name<'a> {
     /// `jittered_ms` is the lane's delay, or none where the level has no jitter.
     pub(crate) fn lane(work_queue: &'a str, level_ms: u64, jittered_ms: Option<u64>) -> Self {
         Self { work_queue, kind: Kind::Lane { level_ms, jittered_ms } }
+    }
+
+    pub(crate) fn busy(work_queue: &'a str, delay_ms: u64) -> Self {
+        Self { work_queue, kind: Kind::Busy { delay_ms } }
+    }
+
+    pub(crate) fn hold(work_queue: &'a str, delay_ms: u64) -> Self {
+        Self { work_queue, kind: Kind::Hold { delay_ms } }
+    }
+
+    /// How long a message stays in it; for ever in the buried queue.
+    pub(crate) fn delay_ms(&self) -> Option<u64> {
+        match self.kind {
+            Kind::Lane { level_ms, jittered_ms } => Some(jittered_ms.unwrap_or(level_ms)),
+            Kind::Busy { delay_ms } | Kind::Hold { delay_ms } => Some(delay_ms),
+            Kind::Buried => None,
+        }
     }
 
     pub(crate) fn buried(work_queue: &'a str) -> Self {
@@ -45,15 +68,20 @@ impl<'a> Name<'a> {
             return (!work_queue.is_empty()).then_some(Self::buried(work_queue));
         }
         let (rest, last) = name.rsplit_once('.')?;
-        let whole = |work_queue: &'a str, level_ms, jittered_ms| {
-            (!work_queue.is_empty()).then_some(Self::lane(work_queue, level_ms, jittered_ms))
+        let retry = RETRY.trim_end_matches('.');
+        let named = if let Some(work_queue) = rest.strip_suffix(retry) {
+            Self::lane(work_queue, parse_level(last)?, None)
+        } else {
+            let (rest, middle) = rest.rsplit_once('.')?;
+            let work_queue = rest.strip_suffix(retry)?;
+            let delay_ms = parse_ms(last)?;
+            match middle {
+                BUSY => Self::busy(work_queue, delay_ms),
+                HOLD => Self::hold(work_queue, delay_ms),
+                level => Self::lane(work_queue, parse_level(level)?, Some(delay_ms)),
+            }
         };
-        if let Some(work_queue) = rest.strip_suffix(RETRY.trim_end_matches('.')) {
-            return whole(work_queue, parse_level(last)?, None);
-        }
-        let (rest, level) = rest.rsplit_once('.')?;
-        let work_queue = rest.strip_suffix(RETRY.trim_end_matches('.'))?;
-        whole(work_queue, parse_level(level)?, Some(parse_ms(last)?))
+        (!named.work_queue.is_empty()).then_some(named)
     }
 
     /// The name, if AMQP can carry it.
@@ -76,6 +104,8 @@ impl fmt::Display for Name<'_> {
         f.write_str(self.work_queue)?;
         match self.kind {
             Kind::Buried => f.write_str(BURIED),
+            Kind::Busy { delay_ms } => write!(f, "{RETRY}{BUSY}.{delay_ms:08}ms"),
+            Kind::Hold { delay_ms } => write!(f, "{RETRY}{HOLD}.{delay_ms:08}ms"),
             Kind::Lane { level_ms, jittered_ms } => {
                 f.write_str(RETRY)?;
                 if level_ms % 1000 == 0 {
@@ -123,6 +153,8 @@ mod tests {
         );
         assert_eq!(Name::lane("orders", 1_500, None).to_string(), "orders.retry.00001500ms");
         assert_eq!(Name::buried("orders").to_string(), "orders.buried");
+        assert_eq!(Name::busy("orders", 2_250).to_string(), "orders.retry.busy.00002250ms");
+        assert_eq!(Name::hold("orders", 21_600_000).to_string(), "orders.retry.hold.21600000ms");
     }
 
     #[test]
@@ -141,6 +173,9 @@ mod tests {
             "orders.retry.00015s.99999999999999999999999ms",
             "orders.retry.99999999999999999999s",
             "orders.retry.00015000ms",
+            "orders.retry.busy",
+            "orders.retry.busy.00002s",
+            "orders.retry.held.00002250ms",
             ".retry.00015s",
         ] {
             assert_eq!(Name::parse(name), None, "{name}");
@@ -160,7 +195,12 @@ mod tests {
             work_queue in ".{1,40}|[a-z.]{1,20}(\\.retry\\.0001[0-9]s)?",
             level_ms in 1u64..400_000_000_000, delay in proptest::option::of(1u64..400_000_000_000),
         ) {
-            for name in [Name::lane(&work_queue, level_ms, delay), Name::buried(&work_queue)] {
+            for name in [
+                Name::lane(&work_queue, level_ms, delay),
+                Name::buried(&work_queue),
+                Name::busy(&work_queue, level_ms),
+                Name::hold(&work_queue, level_ms),
+            ] {
                 let text = name.to_string();
                 prop_assert_eq!(Name::parse(&text), Some(name));
             }

@@ -64,10 +64,9 @@ const COUNTS: [&str; 4] =
 const INSTANTS: [&str; 2] = ["retry-first-failed-at", "retry-deadline"];
 const TEXTS: [&str; 2] = ["retry-original-exchange", "retry-original-routing-key"];
 /// What decides nothing.
-const FOR_PEOPLE: [&str; 10] = [
+const FOR_PEOPLE: [&str; 9] = [
     "retry-level",
     "retry-due-at",
-    "retry-not-before",
     "retry-last-failed-at",
     "retry-error",
     "retry-error-kind",

@@ -1,9 +1,11 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod busy;
 mod configuration;
 mod deadline;
 mod definitions;
 mod hand_off;
+mod hand_off_pause;
 mod hostile;
 mod hostile_sizes;
 mod isolation;
@@ -12,11 +14,18 @@ mod lapin_oversized_headers;
 mod lapin_traps;
 mod lost_connections;
 mod lost_lane;
+mod outage;
+mod outcomes;
 mod oversized;
+mod pause;
+mod pause_own_loop;
+mod policies;
 mod properties;
+mod retry_after;
 mod rolling_deploy;
 mod schedule;
 mod shutdown;
 mod support;
 mod test_tools;
 mod ways_in;
+mod workshop;

@@ -18,6 +18,7 @@ mod raw;
 mod scene;
 mod vhost;
 mod wait;
+mod work;
 
 pub(crate) use amqp::{
     QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
@@ -32,6 +33,7 @@ pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
 pub(crate) use scene::{BURIED, Scene, Seen, WORK, header, quick, text};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
+pub(crate) use work::{Told, Work, ours};
 
 use lapin::uri::AMQPUri;
 

@@ -1,0 +1,357 @@
+//! The configuration file: everything of the builder, for any number of consumers.
+
+use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
+
+use serde::{Deserialize, de::Error as _};
+
+use crate::{
+    Broker, Builder, Declare, Error, Pauses, Policies, QueueType, RetryConsumer, RetryPolicy,
+    Select, Settings, policy::duration,
+};
+
+/// Where the broker's address is looked for when the file names no other variable.
+const URL_VARIABLE: &str = "AMQP_URL";
+
+/// A configuration file, read and checked.
+///
+/// ```toml
+/// # The variable that holds the broker's address; this is the default. An address with a password
+/// # does not belong in a file.
+/// url_env = "AMQP_URL"
+///
+/// [consumers.orders]                    # the name is yours
+/// queue = "orders"                      # default: the name
+/// policy = { levels = [15, "2m"], jitter = "equal", lanes = 8, max_age = "1d" }
+/// # in place of levels: exponential = { initial = "500ms", multiplier = 2, max = "30s", attempts = 7 }
+/// select = "type"                       # or "routing-key", or { header = "kind" }
+/// types.sync = { levels = [5, 300], jitter = { proportional = 0.2 } }
+/// pause = { first = 5, max = "5m" }
+/// queue_type = "quorum"                 # or "classic"
+/// declare = "create"                    # or "check", "off"
+/// confirm_timeout = 10
+/// hand_offs = 64
+/// worker = "worker-1"
+/// prefetch = 100
+/// concurrency = 20
+/// handler_timeout = "25m"
+/// consumer_timeout = "30m"              # what the broker has; it is not set by this
+/// consumer_tag = "orders-1"
+/// priority = 0
+/// ```
+///
+/// Durations are whole seconds or text such as `"1m 30s"`. What is left out has its default, which
+/// [`Builder`] and [`Settings`] tell.
+#[derive(Clone, Debug)]
+pub struct Config {
+    url_env: String,
+    consumers: BTreeMap<String, Consumer>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct File {
+    #[serde(default = "url_variable")]
+    url_env: String,
+    consumers: BTreeMap<String, Consumer>,
+}
+
+fn url_variable() -> String {
+    URL_VARIABLE.to_owned()
+}
+
+#[derive(Clone, Debug, Deserialize)]
+#[serde(try_from = "Fields")]
+struct Consumer {
+    queue: Option<String>,
+    settings: Settings,
+    prefetch: Option<u16>,
+    concurrency: Option<usize>,
+    handler_timeout: Option<Duration>,
+    consumer_timeout: Option<Duration>,
+    consumer_tag: Option<String>,
+    priority: Option<i32>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Fields {
+    queue: Option<String>,
+    #[serde(default)]
+    policy: RetryPolicy,
+    select: Option<Select>,
+    #[serde(default)]
+    types: BTreeMap<String, RetryPolicy>,
+    #[serde(default)]
+    pause: Pauses,
+    #[serde(default)]
+    queue_type: QueueType,
+    #[serde(default)]
+    declare: Declare,
+    #[serde(default, deserialize_with = "optional_duration")]
+    confirm_timeout: Option<Duration>,
+    hand_offs: Option<usize>,
+    worker: Option<String>,
+    prefetch: Option<u16>,
+    concurrency: Option<usize>,
+    #[serde(default, deserialize_with = "optional_duration")]
+    handler_timeout: Option<Duration>,
+    #[serde(default, deserialize_with = "optional_duration")]
+    consumer_timeout: Option<Duration>,
+    consumer_tag: Option<String>,
+    priority: Option<i32>,
+}
+
+fn optional_duration<'de, D: serde::Deserializer<'de>>(
+    from: D,
+) -> Result<Option<Duration>, D::Error> {
+    duration(from).map(Some)
+}
+
+impl TryFrom<Fields> for Consumer {
+    type Error = Error;
+
+    /// Checks all of it together, so that the error has the place in the file.
+    fn try_from(fields: Fields) -> Result<Self, Error> {
+        let mut policies = Policies::new(fields.policy);
+        if fields.select.is_some() && fields.types.is_empty() {
+            return Err(Error::configuration(
+                "select: there are no types to select; add them as types.NAME = { .. }, or drop it",
+            ));
+        }
+        policies = policies.select(fields.select.unwrap_or_default());
+        for (value, policy) in fields.types {
+            policies = policies.with(value, policy);
+        }
+        let mut settings = Settings::new(policies)
+            .pauses(fields.pause)
+            .queue_type(fields.queue_type)
+            .declare(fields.declare);
+        if let Some(timeout) = fields.confirm_timeout {
+            settings = settings.confirm_timeout(timeout);
+        }
+        if let Some(in_flight) = fields.hand_offs {
+            settings = settings.hand_offs(in_flight);
+        }
+        if let Some(worker) = fields.worker {
+            settings = settings.worker(worker);
+        }
+        let consumer = Self {
+            queue: fields.queue,
+            settings,
+            prefetch: fields.prefetch,
+            concurrency: fields.concurrency,
+            handler_timeout: fields.handler_timeout,
+            consumer_timeout: fields.consumer_timeout,
+            consumer_tag: fields.consumer_tag,
+            priority: fields.priority,
+        };
+        // Any broker and queue will do to find a contradiction.
+        consumer.builder(Broker::from("amqp://localhost"), "queue").check()?;
+        Ok(consumer)
+    }
+}
+
+impl Consumer {
+    fn builder(&self, broker: Broker, name: &str) -> Builder {
+        let queue = self.queue.as_deref().unwrap_or(name);
+        let mut builder = RetryConsumer::builder(broker, queue).settings(self.settings.clone());
+        if let Some(jobs) = self.prefetch {
+            builder = builder.prefetch(jobs);
+        }
+        if let Some(handlers) = self.concurrency {
+            builder = builder.concurrency(handlers);
+        }
+        if let Some(timeout) = self.handler_timeout {
+            builder = builder.handler_timeout(timeout);
+        }
+        if let Some(timeout) = self.consumer_timeout {
+            builder = builder.consumer_timeout(timeout);
+        }
+        if let Some(tag) = &self.consumer_tag {
+            builder = builder.consumer_tag(tag);
+        }
+        if let Some(priority) = self.priority {
+            builder = builder.priority(priority);
+        }
+        builder
+    }
+}
+
+impl Config {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration) with the file, the line and the
+    /// field: the file cannot be read, is no TOML, has an unknown key, a value of a wrong kind or
+    /// unit, or settings that contradict each other.
+    pub fn from_file(path: impl AsRef<Path>) -> Result<Self, Error> {
+        let path = path.as_ref();
+        let text = std::fs::read_to_string(path).map_err(|error| {
+            Error::configuration(format!("{}: {error}", path.display())).because(error)
+        })?;
+        Self::parse(&text, path.display())
+    }
+
+    fn parse(text: &str, place: impl fmt::Display) -> Result<Self, Error> {
+        let file: File = toml::from_str(text).map_err(|error| {
+            let line = error
+                .span()
+                .map(|span| text[..span.start].bytes().filter(|b| *b == b'\n').count() + 1);
+            let line = line.map_or(String::new(), |line| format!(":{line}"));
+            // The Display of toml's error would repeat the line, and with it what it holds.
+            Error::configuration(format!("{place}{line}: {}", error.message()))
+        })?;
+        if file.consumers.is_empty() {
+            let why = toml::de::Error::custom("no consumers; add a table [consumers.NAME]");
+            return Err(Error::configuration(format!("{place}: {}", why.message())));
+        }
+        Ok(Self { url_env: file.url_env, consumers: file.consumers })
+    }
+
+    /// The broker whose address is in the environment.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration), naming the variable: it is not
+    /// set, or holds no AMQP URL. What it holds is not repeated.
+    pub fn broker(&self) -> Result<Broker, Error> {
+        let variable = &self.url_env;
+        let url = std::env::var(variable).map_err(|_| {
+            Error::configuration(format!(
+                "{variable}: not set; it holds the broker's address, such as \
+                 amqp://user:password@host:5672/%2f"
+            ))
+        })?;
+        Broker::new(&url).map_err(|error| Error::configuration(format!("{variable}: {error}")))
+    }
+
+    /// The names of the consumers in the file.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.consumers.keys().map(String::as_str)
+    }
+
+    /// A builder with all that the file says of this consumer.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    pub fn builder(&self, broker: impl Into<Broker>, name: &str) -> Result<Builder, Error> {
+        Ok(self.consumer(name)?.builder(broker.into(), name))
+    }
+
+    /// The settings of this consumer, for [`Retry::attach`](crate::Retry::attach) and
+    /// [`Handle::reload`](crate::Handle::reload).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    pub fn settings(&self, name: &str) -> Result<Settings, Error> {
+        Ok(self.consumer(name)?.settings.clone())
+    }
+
+    /// The policies of this consumer, for a look at its levels.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    pub fn policies(&self, name: &str) -> Result<&Policies, Error> {
+        Ok(&self.consumer(name)?.settings.policies)
+    }
+
+    fn consumer(&self, name: &str) -> Result<&Consumer, Error> {
+        self.consumers.get(name).ok_or_else(|| {
+            let known: Vec<_> = self.names().collect();
+            Error::configuration(format!(
+                "consumers.{name}: the file has no such consumer, only {}",
+                known.join(", ")
+            ))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, Error> {
+        Config::parse(text, "retry.toml")
+    }
+
+    #[test]
+    fn a_file_sets_all_that_the_builder_has() {
+        let config = parse(
+            r#"
+            [consumers.orders]
+            queue = "shop.orders"
+            policy = { levels = [15, "2m"], jitter = { proportional = 0.2 }, lanes = 4, max_age = "1d" }
+            select = { header = "kind" }
+            types.sync = { levels = [5] }
+            pause = { first = 1, max = "1m", minimum = "500ms" }
+            queue_type = "classic"
+            declare = "check"
+            confirm_timeout = 3
+            hand_offs = 8
+            worker = "w1"
+            prefetch = 10
+            concurrency = 2
+            handler_timeout = "1m"
+            consumer_tag = "tag"
+            priority = -1
+
+            [consumers.mails]
+            "#,
+        )
+        .unwrap();
+        assert_eq!(config.names().collect::<Vec<_>>(), ["mails", "orders"]);
+        let builder = format!("{:?}", config.builder("amqp://localhost", "orders").unwrap());
+        for part in [
+            "\"shop.orders\"",
+            "Header(\"kind\")",
+            "\"sync\"",
+            "500ms",
+            "Classic",
+            "Check",
+            "confirm_timeout: 3s",
+            "hand_offs: 8",
+            "\"w1\"",
+            "prefetch: 10",
+            "Some(2)",
+            "handler_timeout: 60s",
+            "Some(\"tag\")",
+            "LongInt(-1)",
+            "86400s",
+        ] {
+            assert!(builder.contains(part), "{builder} should contain {part}");
+        }
+        let mails = format!("{:?}", config.builder("amqp://localhost", "mails").unwrap());
+        assert!(mails.contains("queue: \"mails\"") && mails.contains("prefetch: 100"), "{mails}");
+        let sync = config.policies("orders").unwrap().get("sync");
+        assert_eq!(sync, &RetryPolicy::new([5]));
+        assert!(config.settings("nobody").unwrap_err().to_string().contains("mails, orders"));
+    }
+
+    #[test]
+    fn what_is_wrong_is_told_with_file_line_and_field() {
+        for (text, says) in [
+            ("[consumers.a]\nprefech = 1", "retry.toml:2: unknown field `prefech`"),
+            ("[consumers.a]\nprefetch = \"many\"", "retry.toml:2:"),
+            ("[consumers.a]\nprefetch = 0", "prefetch"),
+            ("[consumers.a]\nhandler_timeout = 1.5", "retry.toml:2:"),
+            ("[consumers.a]\nhandler_timeout = \"5 parsecs\"", "retry.toml:2:"),
+            ("[consumers.a]\npolicy = { levels = [0] }", "retry.toml:2: levels[0]"),
+            ("[consumers.a]\npolicy = { levels = [1], lane = 2 }", "unknown field `lane`"),
+            ("[consumers.a]\npause = { first = 600 }", "pause.max"),
+            ("[consumers.a]\nhandler_timeout = \"30m\"", "consumer timeout"),
+            ("[consumers.a]\nselect = \"type\"", "select: there are no types"),
+            ("[consumers.a]\nselect = \"kind\"", "retry.toml:2:"),
+            ("[consumers.a]\ntypes.x = { levels = [] }", "levels"),
+            ("[consumers.a]\npolicy = { levels = [1, 2, 3], lanes = 90 }", "271 queues"),
+            ("[consumers.a\n", "retry.toml:1"),
+            ("[consumers]\n", "no consumers"),
+            ("url = \"amqp://me:hunter2@host\"\n[consumers.a]", "unknown field `url`"),
+        ] {
+            let error = parse(text).expect_err(text).to_string();
+            assert!(error.starts_with("retry.toml"), "{error}");
+            assert!(error.contains(says), "{error} should say {says}");
+            assert!(!error.contains("hunter2"), "{error}");
+        }
+        let missing = Config::from_file("no/such/file.toml").unwrap_err().to_string();
+        assert!(missing.contains("no/such/file.toml"), "{missing}");
+    }
+}

@@ -1,0 +1,332 @@
+//! Where a job goes, as a value: decided from its story, its outcome and the rules. Knows no
+//! channel.
+
+#[cfg(test)]
+mod tests;
+
+use std::{
+    sync::{Mutex, PoisonError},
+    time::{Duration, SystemTime},
+};
+
+use rand::rngs::SmallRng;
+
+use super::{Settled, chain};
+use crate::{
+    BuriedReason, Error, Event, FailureKind, Job, Policies, QueueType, Settings, Topology,
+    event::Postponed,
+    message::{Failure, Story},
+    policy::{Classifier, Decision, Verdict},
+    topology::{Decks, Lane, Wait},
+};
+
+/// What is left of a wait and shorter than this is waited out in the worker.
+const SHORT: Duration = Duration::from_secs(1);
+/// The resolution of a message's timestamp.
+const TIMESTAMP: Duration = Duration::from_secs(1);
+
+/// The policies and their queues. A job keeps the rules that it was admitted under.
+#[derive(Debug)]
+pub(crate) struct Rules {
+    pub(crate) policies: Policies,
+    pub(crate) topology: Topology,
+    pub(crate) classifiers: Vec<Classifier>,
+    chance: Mutex<Chance>,
+}
+
+#[derive(Debug)]
+struct Chance {
+    rng: SmallRng,
+    decks: Decks,
+}
+
+/// Where a job goes, and with which story.
+#[derive(Debug)]
+pub(crate) struct Move {
+    pub(super) story: Story,
+    pub(super) to: To,
+    pub(super) kind: FailureKind,
+    pub(super) error: String,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum To {
+    /// Charged: on this level now.
+    Level {
+        level: u32,
+        label: String,
+        lane: Lane,
+    },
+    /// Not charged: busy for so many times in a row.
+    Busy {
+        in_a_row: u32,
+        lane: Lane,
+    },
+    /// Not charged and not run: its time has not come.
+    Hop {
+        lane: Lane,
+    },
+    /// Not charged: back to the tail of its queue.
+    WorkQueue,
+    Buried(BuriedReason),
+}
+
+/// What is done with a job on its arrival.
+#[derive(Debug)]
+pub(crate) enum Arrival {
+    Run,
+    /// Run it, once this has passed.
+    RunAfter(Duration),
+    /// It goes on without a run.
+    Move(Box<Move>),
+}
+
+/// What one try to send a job onward needs.
+pub(super) struct Onward {
+    pub(super) queue: String,
+    /// None for the work queue, which gives it out at once.
+    pub(super) delay_ms: Option<u64>,
+    pub(super) story: Story,
+    /// What to say when it is confirmed.
+    pub(super) event: Event,
+    pub(super) settled: Settled,
+}
+
+impl Move {
+    /// Of a job that was not run.
+    fn unrun(job: &Job, now: SystemTime, to: To) -> Self {
+        let mut story = job.story().clone();
+        // It may be the first that is seen of it.
+        story.remember(job.message(), now);
+        Self { story, to, kind: FailureKind::Failed, error: String::new() }
+    }
+
+    /// Where it waits, if it does.
+    pub(super) fn lane(&self) -> Option<&Lane> {
+        match &self.to {
+            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
+            To::WorkQueue | To::Buried(_) => None,
+        }
+    }
+
+    /// Of a job that was not run, and does not come nearer to its delivery limit.
+    pub(super) fn return_unrun(job: &Job, now: SystemTime) -> Self {
+        Self::unrun(job, now, To::WorkQueue)
+    }
+
+    /// Onward from `now`, or the reason to bury it.
+    pub(super) fn onward(
+        &self,
+        job: &Job,
+        work_queue: &str,
+        now: SystemTime,
+    ) -> Result<Onward, BuriedReason> {
+        let (job, error, kind) = (job.clone(), self.error.clone(), self.kind);
+        let mut story = self.story.clone();
+        let lane = match &self.to {
+            To::Buried(reason) => return Err(*reason),
+            To::WorkQueue => {
+                return Ok(Onward {
+                    queue: work_queue.to_owned(),
+                    delay_ms: None,
+                    story,
+                    event: Event::Returned { job, error },
+                    settled: Settled::Returned,
+                });
+            }
+            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => lane,
+        };
+        let delay = Duration::from_millis(lane.delay_ms);
+        let due = now + delay;
+        story.go_to(due);
+        let (event, settled) = match &self.to {
+            To::Level { level, label, .. } => {
+                story.set_level(label);
+                let level = *level;
+                (
+                    Event::Retried { job, level, delay, due, kind, error },
+                    Settled::Retried { level, due },
+                )
+            }
+            To::Busy { in_a_row, .. } => {
+                let why = Postponed::Busy { in_a_row: *in_a_row };
+                (Event::Postponed { job, delay, due, why }, Settled::Postponed { due })
+            }
+            _ => {
+                let why = Postponed::NotDue;
+                (Event::Postponed { job, delay, due, why }, Settled::Postponed { due })
+            }
+        };
+        Ok(Onward {
+            queue: lane.queue.name.clone(),
+            delay_ms: Some(lane.delay_ms),
+            story,
+            event,
+            settled,
+        })
+    }
+}
+
+impl Rules {
+    /// `queue_type` is the one at the start: a reload does not change it.
+    pub(crate) fn new(
+        queue: &str,
+        settings: &Settings,
+        queue_type: QueueType,
+    ) -> Result<Self, Error> {
+        let policies = settings.policies.clone();
+        Ok(Self {
+            topology: Topology::new(queue, policies.clone(), queue_type)?,
+            policies,
+            classifiers: settings.classifiers.clone(),
+            chance: Mutex::new(Chance { rng: rand::make_rng(), decks: Decks::default() }),
+        })
+    }
+
+    /// Before the handler. A header that makes no sense is judged only when the job fails: one that
+    /// would have succeeded is not buried for it.
+    pub(crate) fn on_arrival(&self, job: &Job, now: SystemTime) -> Arrival {
+        let story = job.story();
+        let unrun = |to| Arrival::Move(Box::new(Move::unrun(job, now, to)));
+        let bury = |reason| unrun(To::Buried(reason));
+        let max_age = self.policies.at(self.policies.of(job)).age_limit();
+        let mut expires_at = story.expires_at(job.properties(), max_age, now);
+        if story.is_first() {
+            // A timestamp has whole seconds, so the job may be younger.
+            expires_at = expires_at.and_then(|end| end.checked_add(TIMESTAMP));
+        }
+        if expires_at.is_some_and(|end| end < now) {
+            return bury(BuriedReason::Expired);
+        }
+        let left = story.not_before.and_then(|at| at.duration_since(now).ok());
+        match left {
+            None => Arrival::Run,
+            Some(left) if left < SHORT => Arrival::RunAfter(left),
+            Some(left) => match self.wait(job, left) {
+                Some(lane) => unrun(To::Hop { lane }),
+                None => bury(BuriedReason::InvalidHeaders),
+            },
+        }
+    }
+
+    /// After an attempt. Nowhere if the job is done.
+    pub(crate) fn after_attempt(
+        &self,
+        job: &Job,
+        verdict: Verdict,
+        now: SystemTime,
+        worker: &str,
+    ) -> Option<Move> {
+        let index = self.policies.of(job);
+        let policy = self.policies.at(index);
+        let mut story = job.story().clone();
+        // Reached, for the job was run.
+        story.not_before = None;
+        let decision = policy.decide(story.retry_count, story.busy_count, &verdict);
+        let Verdict::Failed { kind, error, .. } = verdict else { return None };
+        let error = chain(&error);
+        let level = policy.level_label(story.retry_count);
+        let failure = Failure { kind, error: &error, at: now, level, worker };
+        // A failure needs the headers, so now they are judged.
+        let odd = story.is_odd();
+        let mut in_a_row = 0;
+        match decision {
+            Decision::Done => return None,
+            Decision::Busy => in_a_row = story.note_busy(&failure),
+            Decision::Return
+            | Decision::Bury(BuriedReason::Rejected | BuriedReason::Undecodable) => {
+                story.note(&failure);
+            }
+            Decision::Retry(_) | Decision::RetryAfter(..) | Decision::Bury(_) => {
+                story.charge(&failure);
+            }
+        }
+        story.remember(job.message(), now);
+        let to = match decision {
+            _ if odd => To::Buried(BuriedReason::InvalidHeaders),
+            Decision::Done => return None,
+            Decision::Bury(reason) => To::Buried(reason),
+            Decision::Return => To::WorkQueue,
+            Decision::Busy => To::Busy { in_a_row, lane: self.busy(in_a_row) },
+            Decision::Retry(level) => {
+                let lane = self.draw(index, policy.level_ms(level).unwrap_or_default());
+                To::Level { level, label: policy.level_label(level), lane }
+            }
+            Decision::RetryAfter(level, delay) => {
+                let label = policy.level_label(level);
+                match self.wait_from(index, delay, now, &mut story) {
+                    Some(lane) => To::Level { level, label, lane },
+                    None => To::Buried(BuriedReason::InvalidHeaders),
+                }
+            }
+        };
+        let to = self.in_time(to, &story, job, policy.age_limit(), now);
+        Some(Move { story, to, kind, error })
+    }
+
+    /// The buried queue instead, if the delay would end after the deadline.
+    fn in_time(
+        &self,
+        to: To,
+        story: &Story,
+        job: &Job,
+        max_age: Option<Duration>,
+        now: SystemTime,
+    ) -> To {
+        let (To::Level { lane, .. } | To::Busy { lane, .. }) = &to else { return to };
+        let due = now + Duration::from_millis(lane.delay_ms);
+        let due = story.not_before.map_or(due, |at| due.max(at));
+        match story.expires_at(job.properties(), max_age, now) {
+            Some(end) if due > end => To::Buried(BuriedReason::Expired),
+            _ => to,
+        }
+    }
+
+    fn draw(&self, policy: usize, level_ms: u64) -> Lane {
+        let lanes = self.topology.lanes(policy, level_ms);
+        let mut chance = self.chance();
+        let Chance { rng, decks } = &mut *chance;
+        decks.draw((policy, level_ms), lanes, rng).clone()
+    }
+
+    fn busy(&self, in_a_row: u32) -> Lane {
+        self.topology.place_busy(in_a_row, &mut self.chance().rng).clone()
+    }
+
+    /// A lane for a wait that begins now; where one lane is not enough, the story says until when.
+    fn wait_from(
+        &self,
+        policy: usize,
+        delay: Duration,
+        now: SystemTime,
+        story: &mut Story,
+    ) -> Option<Lane> {
+        let wait_ms = whole_ms(delay);
+        if !self.topology.in_reach(policy, wait_ms) {
+            return None;
+        }
+        let wait = self.topology.place(policy, wait_ms, &mut self.chance().rng);
+        if let Wait::Hop(_) = wait {
+            // The header has whole milliseconds, and what it cuts off would be early.
+            story.not_before = now.checked_add(Duration::from_millis(wait_ms + 1));
+        }
+        Some(wait.lane().clone())
+    }
+
+    /// The next lane of a wait that has begun.
+    fn wait(&self, job: &Job, left: Duration) -> Option<Lane> {
+        let wait_ms = whole_ms(left);
+        let policy = self.policies.of(job);
+        let place = || self.topology.place(policy, wait_ms, &mut self.chance().rng).lane().clone();
+        self.topology.in_reach(policy, wait_ms).then(place)
+    }
+
+    fn chance(&self) -> std::sync::MutexGuard<'_, Chance> {
+        self.chance.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Rounded up, for nothing comes early; at least 1.
+fn whole_ms(delay: Duration) -> u64 {
+    u64::try_from(delay.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX).max(1)
+}

@@ -1,0 +1,336 @@
+//! Hand-offs that fail for long. The consumer pauses, for whatever failed now would have nowhere to
+//! go; and no job is held until the broker takes it away.
+
+use std::{
+    collections::VecDeque,
+    hash::{DefaultHasher, Hash, Hasher},
+    sync::PoisonError,
+    time::Duration,
+};
+
+use tokio::time::Instant;
+
+use super::{Engine, Settled, plan::Move};
+use crate::{
+    ErrorKind, Event, Job, PauseKind,
+    clock::Backoff,
+    handoff::HandOff,
+    link::{Confirmed, Tag},
+};
+
+/// How many jobs are remembered at most that were given back with their hand-off still to do. One
+/// that is forgotten is run again.
+const REMEMBERED: usize = 1000;
+
+/// The failing of one job's hand-off.
+pub(super) struct Trouble<'a> {
+    engine: &'a Engine,
+    /// From then on the consumer pauses.
+    stuck_from: Instant,
+    /// From then on the job is not held.
+    held_until: Instant,
+    backoff: Backoff,
+    stuck: Option<Stuck<'a>>,
+}
+
+pub(super) enum Next {
+    Try,
+    GiveBack,
+    GiveUp,
+}
+
+impl<'a> Trouble<'a> {
+    /// One that is `owed` failed for long before.
+    pub(super) fn new(engine: &'a Engine, job: &Job, owed: bool) -> Self {
+        let (now, settings) = (Instant::now(), &engine.settings);
+        let bound = if owed { Duration::ZERO } else { settings.hand_off_bound };
+        Self {
+            engine,
+            stuck_from: now + bound,
+            held_until: job.received() + settings.hold,
+            backoff: HandOff::backoff(),
+            stuck: None,
+        }
+    }
+
+    pub(super) fn is_stuck(&self) -> bool {
+        self.stuck_from <= Instant::now()
+    }
+
+    /// After a failure: waits for the next try.
+    pub(super) async fn next(&mut self, queue: &str, why: &str) -> Next {
+        let engine = self.engine;
+        let now = Instant::now();
+        let until = if self.is_stuck() {
+            self.stuck.get_or_insert_with(|| Stuck::new(engine));
+            if self.held_until <= now {
+                return Next::GiveBack;
+            }
+            engine.still_stuck(queue, why).min(self.held_until)
+        } else {
+            let wait = engine.with_rng(|rng| self.backoff.next(rng));
+            (now + wait).min(self.stuck_from)
+        };
+        tokio::select! {
+            biased;
+            () = engine.giving_up.cancelled() => Next::GiveUp,
+            () = engine.told_otherwise(), if self.stuck.is_some() => Next::Try,
+            () = tokio::time::sleep_until(until) => Next::Try,
+        }
+    }
+}
+
+/// Counts a hand-off as stuck for as long as it lives.
+struct Stuck<'a>(&'a Engine);
+
+impl<'a> Stuck<'a> {
+    fn new(engine: &'a Engine) -> Self {
+        engine.pacing(|pacing| pacing.get_stuck());
+        Self(engine)
+    }
+}
+
+impl Drop for Stuck<'_> {
+    fn drop(&mut self) {
+        self.0.pacing(|pacing| pacing.get_unstuck(Instant::now()));
+    }
+}
+
+/// The jobs that were given back with their hand-off still to do.
+#[derive(Debug, Default)]
+pub(super) struct Owed(VecDeque<Debt>);
+
+#[derive(Debug)]
+struct Debt {
+    message: Key,
+    /// A copy went back, which is not marked as redelivered.
+    copied: bool,
+    to: Move,
+    /// That the copy did not reach. None once a hand-off to it has been confirmed.
+    queue: Option<String>,
+}
+
+/// What tells a message from others. Two that it does not tell apart are as good as each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Key {
+    id: Option<String>,
+    retry_count: u32,
+    content: u64,
+}
+
+impl Key {
+    fn of(job: &Job, id: Option<String>) -> Self {
+        let mut content = DefaultHasher::new();
+        (job.body(), job.exchange(), job.routing_key()).hash(&mut content);
+        Self { id, retry_count: job.retry_count(), content: content.finish() }
+    }
+
+    fn as_delivered(job: &Job) -> Self {
+        let id = job.properties().message_id().as_ref();
+        Self::of(job, id.map(ToString::to_string))
+    }
+}
+
+impl Owed {
+    fn add(&mut self, debt: Debt) {
+        self.0.push_back(debt);
+        while self.0.len() > REMEMBERED {
+            self.0.pop_front();
+        }
+    }
+
+    fn take(&mut self, job: &Job) -> Option<Move> {
+        if self.0.is_empty() {
+            return None;
+        }
+        let key = Key::as_delivered(job);
+        let is_it = |debt: &Debt| debt.message == key && (job.redelivered() || debt.copied);
+        let found = self.0.iter().position(is_it)?;
+        self.0.remove(found).map(|debt| debt.to)
+    }
+
+    fn confirmed(&mut self, queue: &str) {
+        for debt in &mut self.0 {
+            if debt.queue.as_deref() == Some(queue) {
+                debt.queue = None;
+            }
+        }
+    }
+
+    /// A queue that has yet to take a copy.
+    fn queue(&self) -> Option<&str> {
+        self.0.iter().find_map(|debt| debt.queue.as_deref())
+    }
+}
+
+impl Engine {
+    /// The hand-off that was decided when the job was here before.
+    pub(crate) fn owed(&self, job: &Job) -> Option<Move> {
+        self.debts().take(job)
+    }
+
+    /// A copy reached this queue: it takes them again.
+    pub(super) fn reached(&self, queue: &str) {
+        if !self.pacing(|pacing| pacing.is_owing()) {
+            return;
+        }
+        let mut debts = self.debts();
+        debts.confirmed(queue);
+        if debts.queue().is_none() {
+            self.pacing(|pacing| pacing.owe(false, Instant::now()));
+        }
+    }
+
+    /// The channel of a job that is owed its hand-off died: when it comes again, it still is.
+    pub(super) fn still_owed(&self, job: &Job, to: Move) {
+        let queue = Some(self.copy(job, &to).0.queue);
+        let message = Key::as_delivered(job);
+        self.debts().add(Debt { message, copied: false, to, queue });
+    }
+
+    /// Gives back a job that cannot be held any longer, and remembers where it was to go.
+    pub(super) async fn give_back_owed(
+        &self,
+        job: &Job,
+        tag: &dyn Tag,
+        to: Move,
+        (queue, why): (String, &str),
+    ) -> Settled {
+        self.pacing(|pacing| pacing.owe(true, Instant::now()));
+        self.still_stuck(&queue, why);
+        // Before, it would come to this very worker again.
+        self.until_quiet().await;
+        // Given back once. If it comes here a second time its count starts afresh, if that much
+        // can be published.
+        let copied = job.message().delivery_count() > 0 && self.copy_back(job).await;
+        let message =
+            if copied { Key::of(job, Some(job.id().to_owned())) } else { Key::as_delivered(job) };
+        // Before it can be delivered again.
+        self.debts().add(Debt { message, copied, to, queue: Some(queue) });
+        let told = if copied { self.ack_by(tag).await } else { self.give_back(tag).await };
+        let (job, why) = (job.clone(), "its hand-off did not succeed in time");
+        self.emit(&if told { Event::GivenBack { job, why } } else { Event::Stale { job } });
+        Settled::Stale
+    }
+
+    async fn copy_back(&self, job: &Job) -> bool {
+        let (copy, _, settled) = self.copy(job, &Move::return_unrun(job, self.now()));
+        let slot = self.handoff.slot().await;
+        settled == Settled::Returned
+            && matches!(self.handoff.publish(&copy, slot).await, Confirmed::Yes)
+    }
+
+    /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the
+    /// hand-off would fail again.
+    pub(crate) async fn is_way_clear(&self) -> bool {
+        let Some(queue) = self.debts().queue().map(ToOwned::to_owned) else { return true };
+        let checking = async {
+            match self.link.check(&queue).await {
+                Err(error) if error.kind() == ErrorKind::MissingQueue => {
+                    let why = self.declare_again(None, &queue, &error.to_string()).await;
+                    self.link.check(&queue).await.map_err(|_| why)
+                }
+                checked => checked.map_err(|error| error.to_string()),
+            }
+        };
+        let why = match tokio::time::timeout(self.settings.confirm_timeout, checking).await {
+            Ok(Ok(())) => return true,
+            Ok(Err(why)) => why,
+            Err(_) => "the broker does not answer".to_owned(),
+        };
+        self.still_stuck(&queue, &why);
+        false
+    }
+
+    /// When to try again. The first to ask after a step tells of the next.
+    fn still_stuck(&self, queue: &str, why: &str) -> Instant {
+        let (until, wait) = self.pacing(|pacing| pacing.still_stuck(Instant::now()));
+        if wait.is_some() {
+            let (kind, error) = (PauseKind::HandOff, format!("hand-off to {queue:?}: {why}"));
+            self.emit(&Event::Paused { queue: self.queue(), kind, error, wait });
+        }
+        until
+    }
+
+    fn debts(&self) -> std::sync::MutexGuard<'_, Owed> {
+        self.owed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::message::{Message, Story};
+    use lapin::BasicProperties;
+
+    fn job(id: Option<&str>, body: &str, redelivered: bool) -> Job {
+        let properties = BasicProperties::default();
+        let message = Message {
+            exchange: "shop".into(),
+            routing_key: "order.new".into(),
+            redelivered,
+            properties: match id {
+                Some(id) => properties.with_message_id(id.into()),
+                None => properties,
+            },
+            body: body.into(),
+        };
+        Job::new(message, Story::default())
+    }
+
+    fn debt(job: &Job, queue: &str) -> Debt {
+        Debt {
+            message: Key::as_delivered(job),
+            copied: false,
+            to: Move::return_unrun(job, std::time::SystemTime::now()),
+            queue: Some(queue.to_owned()),
+        }
+    }
+
+    #[test]
+    fn a_job_is_known_again_once_and_only_when_it_is_delivered_again() {
+        for id in [Some("7"), None] {
+            let mut owed = Owed::default();
+            owed.add(debt(&job(id, "tea", false), "lane"));
+            assert!(owed.take(&job(id, "tea", false)).is_none(), "another one that looks the same");
+            assert!(owed.take(&job(id, "milk", true)).is_none());
+            assert!(owed.take(&job(Some("8"), "tea", true)).is_none());
+            assert!(owed.take(&job(id, "tea", true)).is_some());
+            assert!(owed.take(&job(id, "tea", true)).is_none());
+        }
+    }
+
+    #[test]
+    fn a_copy_that_went_back_is_known_by_the_id_that_was_made_for_it() {
+        let (mut owed, first) = (Owed::default(), job(None, "tea", true));
+        let message = Key::of(&first, Some(first.id().to_owned()));
+        owed.add(Debt { message, copied: true, ..debt(&first, "lane") });
+        assert!(owed.take(&job(Some(first.id()), "tea", false)).is_some());
+    }
+
+    #[test]
+    fn each_queue_is_waited_for_until_it_took_a_copy() {
+        let mut owed = Owed::default();
+        owed.add(debt(&job(Some("1"), "", false), "lane"));
+        owed.add(debt(&job(Some("2"), "", false), "buried"));
+        owed.confirmed("another");
+        owed.confirmed("lane");
+        assert_eq!(owed.queue(), Some("buried"));
+        owed.confirmed("buried");
+        assert_eq!(owed.queue(), None);
+        assert!(
+            owed.take(&job(Some("1"), "", true)).is_some(),
+            "what is to be done is still known"
+        );
+    }
+
+    #[test]
+    fn no_more_than_a_thousand_are_remembered() {
+        let mut owed = Owed::default();
+        for id in 0..=REMEMBERED {
+            owed.add(debt(&job(Some(&id.to_string()), "", false), "lane"));
+        }
+        assert!(owed.take(&job(Some("0"), "", true)).is_none());
+        assert!(owed.take(&job(Some("1"), "", true)).is_some());
+    }
+}

@@ -1,0 +1,211 @@
+//! A hand-off that fails for long: nothing more is taken, and no job is lost, run twice or dropped.
+
+use crate::{
+    support::{PATIENCE, User, count, eventually, try_publish, within},
+    workshop::{WORK, Workshop, ms, steps},
+};
+use lapin::{BasicProperties, Confirmation};
+use lapin_retry::{Builder, Event, Handle, Job, PauseKind, Resumed, RetryConsumer, reject};
+use serde_json::json;
+use std::{sync::Arc, time::Duration};
+
+const GRACE: Duration = Duration::from_secs(10);
+const LANE: &str = "work.retry.00001s";
+const BURIED: &str = "work.buried";
+
+fn worker(shop: &Workshop) -> User {
+    shop.vhost.user(".*", ".*", ".*")
+}
+
+/// Its hand-offs are refused for as long as it may not write.
+fn refuse(user: &User) {
+    user.allow(".*", "", ".*");
+}
+
+/// Hand-offs may fail for half a second before the consumer pauses.
+fn consumer(shop: &Workshop, user: &User, concurrency: usize) -> Builder {
+    let settings = shop.settings(ms(200), ms(800)).hand_off_bound(ms(500));
+    RetryConsumer::builder(user.url(), WORK).settings(settings).concurrency(concurrency)
+}
+
+/// Every job fails once.
+async fn start(shop: &Workshop, consumer: Builder) -> Handle {
+    let record = Arc::clone(&shop.record);
+    let consumer = consumer.handler(move |job: Job| {
+        let record = Arc::clone(&record);
+        async move {
+            record.call(&job);
+            anyhow::ensure!(job.retry_count() > 0, "a failure of its own");
+            record.done(&job);
+            Ok(())
+        }
+    });
+    consumer.start().await.unwrap()
+}
+
+/// The waits of the pauses for hand-offs.
+fn waits(shop: &Workshop) -> Vec<u128> {
+    let wait = |event: &Event| match event {
+        Event::Paused { kind: PauseKind::HandOff, wait, .. } => wait.map(|wait| wait.as_millis()),
+        _ => None,
+    };
+    shop.record.events().iter().filter_map(wait).collect()
+}
+
+async fn until_waits(shop: &Workshop, waited: usize) {
+    let what = format!("{waited} waits for hand-offs");
+    eventually(&what, PATIENCE, async || waits(shop).len() >= waited).await;
+}
+
+fn given_back(shop: &Workshop) -> usize {
+    let given_back = |event: &Event| matches!(event, Event::GivenBack { .. });
+    shop.record.events().into_iter().filter(given_back).count()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_hand_off_that_fails_for_long_pauses_the_consumer_and_is_tried_at_each_step() {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    // At most twenty hand-offs can be under way before the first is stuck.
+    let consumer = consumer(&shop, &user, 20).prefetch(20);
+    let handle = start(&shop, consumer).await;
+    refuse(&user);
+    shop.publish(100).await;
+    until_waits(&shop, 5).await;
+    assert_eq!(waits(&shop)[..5], [200, 400, 800, 800, 800]);
+    let api = shop.vhost.api();
+    eventually("no consumer is listed", PATIENCE, async || api.consumers().is_empty()).await;
+    let calls = shop.record.calls().len();
+    assert!(calls <= 20, "{calls} were prefetched");
+    shop.until_ready(100 - u32::try_from(calls).unwrap()).await;
+    until_waits(&shop, 8).await;
+    assert_eq!(shop.record.calls().len(), calls, "no handler runs");
+
+    user.allow(".*", ".*", ".*");
+    shop.until_done(100).await;
+    handle.shutdown(GRACE).await;
+    // Once to fail and once to succeed.
+    assert_eq!(shop.record.calls().len(), 200);
+    assert_eq!(given_back(&shop), 0);
+    shop.is_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_without_another_run() {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let consumer = consumer(&shop, &user, 20);
+    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
+    let handle = start(&shop, consumer).await;
+    refuse(&user);
+    shop.publish(1).await;
+    eventually("the job is given back", PATIENCE, async || given_back(&shop) > 0).await;
+    shop.until_ready(1).await;
+    let held = shop.record.calls()[0].at.elapsed();
+    assert!(held >= ms(2500), "{held:?}");
+    user.allow(".*", ".*", ".*");
+    shop.until_done(1).await;
+    let calls = shop.record.calls();
+    assert_eq!(calls.len(), 2, "{calls:?}");
+    assert_eq!((calls[0].retry_count, calls[1].retry_count), (0, 1));
+    // All is as it was before.
+    shop.publish(30).await;
+    shop.until_done(30).await;
+    handle.shutdown(GRACE).await;
+    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.record.calls().len(), 2 + 29 * 2 + 2);
+    shop.is_empty().await;
+}
+
+/// Burying is a hand-off like any other.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_buried_queue_that_stays_full_costs_one_run_and_no_step_more_than_one() {
+    let shop = Workshop::in_an_outage().await;
+    let (user, record) = (worker(&shop), Arc::clone(&shop.record));
+    let consumer = consumer(&shop, &user, 20);
+    let consumer = consumer.handler_timeout(ms(500)).consumer_timeout(ms(3000));
+    let handle = consumer.handler(move |job: Job| {
+        record.call(&job);
+        async { Err(reject(anyhow::anyhow!("no use")).into()) }
+    });
+    let handle = handle.start().await.unwrap();
+    let full = json!({ "max-length": 1, "overflow": "reject-publish" });
+    shop.vhost.api().set_policy("full", "^work.buried$", 1, &full);
+    eventually("the buried queue is full", PATIENCE, async || {
+        let answer = try_publish(&shop.channel, "", BURIED, BasicProperties::default(), b"").await;
+        matches!(answer, Ok(Confirmation::Nack(_)))
+    })
+    .await;
+    shop.publish(1).await;
+    // On all versions but 4.3 each giving back counts.
+    eventually("it is given back again and again", 2 * PATIENCE, async || given_back(&shop) >= 4)
+        .await;
+    shop.channel.queue_purge(BURIED.into(), Default::default()).await.unwrap();
+    eventually("the job is buried", PATIENCE, async || count(&shop.channel, BURIED).await == 1)
+        .await;
+    shop.publish(1).await;
+    within("the end", handle.shutdown(GRACE)).await;
+    let ids: Vec<_> = shop.record.calls().into_iter().map(|call| call.id).collect();
+    assert!(ids == ["0"] || ids == ["0", "0"], "the first, and the one after: {ids:?}");
+    let given_back = shop.record.events().into_iter().filter_map(|event| match event {
+        Event::GivenBack { job, .. } => job.properties().headers().clone(),
+        _ => None,
+    });
+    for headers in given_back {
+        assert!(steps(Some(&headers)) <= 1, "{headers:?}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missing() {
+    let shop = Workshop::in_an_outage().await;
+    let user = shop.vhost.user("", ".*", ".*");
+    let makes = shop.consumer(ms(50), ms(50)).handler(|_: Job| async { Ok(()) });
+    makes.start().await.unwrap().shutdown(GRACE).await;
+    shop.channel.queue_delete(LANE.into(), Default::default()).await.unwrap();
+    let settings = shop.settings(ms(200), ms(400)).hand_off_bound(ms(500));
+    let settings = settings.declare(lapin_retry::Declare::Off);
+    shop.publish(1).await;
+    let consumer = consumer(&shop, &user, 5).settings(settings);
+    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
+    let handle = start(&shop, consumer).await;
+    eventually("the job is given back", PATIENCE, async || given_back(&shop) > 0).await;
+    let waited = waits(&shop).len();
+    until_waits(&shop, waited + 10).await;
+    // It has stayed where it is: given back once, and never fetched.
+    assert_eq!(given_back(&shop), 1);
+    assert_eq!(count(&shop.channel, WORK).await, 1);
+    within("the end", handle.shutdown(GRACE)).await;
+    let left = shop.take_all().await;
+    assert!(left.len() == 1 && left[0].1 <= 1, "{left:?}");
+    assert_eq!(shop.record.calls().len(), 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn resume_tries_stuck_hand_offs_at_once_and_a_shutdown_leaves_their_jobs_in_the_queue() {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let long = Duration::from_secs(3600);
+    let settings = shop.settings(long, long).hand_off_bound(ms(500));
+    let handle = start(&shop, consumer(&shop, &user, 5).settings(settings.clone())).await;
+    refuse(&user);
+    shop.publish(5).await;
+    until_waits(&shop, 1).await;
+    handle.resume();
+    // They fail again, and it pauses again.
+    until_waits(&shop, 2).await;
+    within("the end", handle.shutdown(ms(500))).await;
+    shop.until_ready(5).await;
+    shop.take_all().await;
+
+    user.allow(".*", ".*", ".*");
+    let handle = start(&shop, consumer(&shop, &user, 5).settings(settings)).await;
+    refuse(&user);
+    shop.publish(5).await;
+    until_waits(&shop, 3).await;
+    user.allow(".*", ".*", ".*");
+    handle.resume();
+    shop.until_done(5).await;
+    handle.shutdown(GRACE).await;
+    shop.is_empty().await;
+}

@@ -1,0 +1,282 @@
+//! More than one policy for a work queue, other policies while it runs, and jobs that grow too old.
+
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
+    time::{Duration, SystemTime},
+};
+
+use anyhow::anyhow;
+use lapin::{
+    BasicProperties, ExchangeKind,
+    options::{ExchangeDeclareOptions, QueueBindOptions},
+    types::{AMQPValue, FieldTable},
+};
+use lapin_retry::{
+    BuriedReason, ErrorKind, Handle, Jitter, Job, Policies, RetryConsumer, RetryPolicy, Select,
+};
+use tokio::sync::Semaphore;
+
+use crate::support::{PATIENCE, Told, WORK, Work, eventually, ours, publish, table};
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn plain<const N: usize>(seconds: [u64; N]) -> RetryPolicy {
+    RetryPolicy::new(seconds).jitter(Jitter::None)
+}
+
+/// A worker whose every call fails, and how often it was called.
+async fn failing(work: &Work, policies: impl Into<Policies>) -> (Handle, Told, Arc<AtomicUsize>) {
+    let (told, calls) = (Told::default(), Arc::new(AtomicUsize::new(0)));
+    let count = Arc::clone(&calls);
+    let handle = RetryConsumer::builder(work.url(), WORK)
+        .policies(policies.into())
+        .on_event(told.hook())
+        .handler(move |_: Job| {
+            count.fetch_add(1, SeqCst);
+            async { Err(anyhow!("no")) }
+        })
+        .start()
+        .await
+        .unwrap();
+    (handle, told, calls)
+}
+
+/// Publishes a job, and tells which lane it is sent to after its failure.
+async fn lane_of(work: &Work, told: &Told, properties: BasicProperties) -> Duration {
+    let before = told.retried().len();
+    work.publish(properties, "").await;
+    eventually("it is retried", PATIENCE, async || told.retried().get(before).copied()).await
+}
+
+fn kind(name: &str) -> BasicProperties {
+    BasicProperties::default().with_type(name.into())
+}
+
+fn unix(at: SystemTime) -> u64 {
+    at.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_gets_the_policy_of_its_type_and_another_the_default() {
+    let work = Work::new().await;
+    let policies =
+        Policies::new(plain([30])).with("sync", plain([40, 50])).with("mail", plain([60, 40]));
+    let (_worker, told, _) = failing(&work, policies).await;
+    assert_eq!(lane_of(&work, &told, kind("sync")).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &told, kind("mail")).await, 60 * SECOND);
+    assert_eq!(lane_of(&work, &told, kind("unheard-of")).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 30 * SECOND);
+    // The level of 40 s is one lane for both.
+    let shared = ["buried", "retry.00030s", "retry.00040s", "retry.00050s", "retry.00060s"];
+    assert_eq!(work.queues(), shared);
+    // The second level is the own policy's, too; the default has none.
+    let second = |name| {
+        let count = ("retry-count", AMQPValue::LongLongInt(1));
+        ours([count]).with_type(name)
+    };
+    assert_eq!(lane_of(&work, &told, second("sync".into())).await, 50 * SECOND);
+    assert_eq!(lane_of(&work, &told, second("mail".into())).await, 40 * SECOND);
+    work.publish(second("unheard-of".into()), "").await;
+    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_by_routing_key_is_chosen_by_the_original_one_also_on_a_retry() {
+    let work = Work::new().await;
+    let exchange = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
+    let none = FieldTable::default;
+    let topic = ExchangeKind::Topic;
+    work.channel.exchange_declare("shop".into(), topic, exchange, none()).await.unwrap();
+    let bind = QueueBindOptions::default();
+    work.channel
+        .queue_bind(WORK.into(), "shop".into(), "order.*".into(), bind, none())
+        .await
+        .unwrap();
+    let policies = Policies::new(plain([30]))
+        .select(Select::RoutingKey)
+        .with("order.new", plain([1, 2, 40]))
+        // What the raw delivery of a retry shows.
+        .with(WORK, plain([60, 60, 60]));
+    let (_worker, told, _) = failing(&work, policies).await;
+    publish(&work.channel, "shop", "order.new", BasicProperties::default(), b"").await;
+    eventually("the third failure", PATIENCE, async || told.retried().len() == 3).await;
+    assert_eq!(told.retried(), [SECOND, 2 * SECOND, 40 * SECOND]);
+    publish(&work.channel, "shop", "order.old", BasicProperties::default(), b"").await;
+    eventually("the default", PATIENCE, async || told.retried().len() == 4).await;
+    assert_eq!(told.retried()[3], 30 * SECOND);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_policy_can_be_chosen_by_a_header() {
+    let work = Work::new().await;
+    let policies = Policies::new(plain([30]))
+        .select(Select::Header("tenant".to_owned()))
+        .with("blue", plain([40]));
+    let (_worker, told, _) = failing(&work, policies).await;
+    let tenant = |value| {
+        let headers = table([("tenant", value)]);
+        kind("blue").with_headers(headers)
+    };
+    let text = |text: &str| AMQPValue::LongString(text.into());
+    assert_eq!(lane_of(&work, &told, tenant(text("blue"))).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &told, tenant(text("red"))).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &told, tenant(AMQPValue::LongLongInt(1))).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &told, kind("blue")).await, 30 * SECOND);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn policies_of_more_than_200_queues_are_refused_and_make_none() {
+    let work = Work::new().await;
+    let many = (1..=4).fold(Policies::new(RetryPolicy::default()), |policies, n| {
+        let own = RetryPolicy::new((1..=5).map(|level| n * 1000 + level)).lanes(8);
+        policies.with(format!("type-{n}"), own)
+    });
+    let consumer =
+        RetryConsumer::builder(work.url(), WORK).policies(many).handler(|_: Job| async { Ok(()) });
+    let refused = consumer.start().await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Configuration);
+    assert!(refused.to_string().contains("217 queues for \"work\""), "{refused}");
+    assert!(refused.to_string().contains("at most 200"), "{refused}");
+    assert!(work.queues().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_old_rules() {
+    let work = Work::new().await;
+    let (told, started) = (Told::default(), Arc::new(Semaphore::new(0)));
+    let fail = Arc::new(Semaphore::new(0));
+    let (start, may_fail) = (Arc::clone(&started), Arc::clone(&fail));
+    let worker = RetryConsumer::builder(work.url(), WORK)
+        .policy(plain([30]))
+        .on_event(told.hook())
+        .handler(move |job: Job| {
+            let (start, may_fail) = (Arc::clone(&start), Arc::clone(&may_fail));
+            async move {
+                if job.body() == b"slow" {
+                    start.add_permits(1);
+                    may_fail.acquire().await?.forget();
+                }
+                Err(anyhow!("no"))
+            }
+        })
+        .start()
+        .await
+        .unwrap();
+    work.publish(BasicProperties::default(), "slow").await;
+    started.acquire().await.unwrap().forget();
+
+    worker.reload(plain([40])).await.unwrap();
+    assert_eq!(work.queues(), ["buried", "retry.00030s", "retry.00040s"], "made beforehand");
+    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+    fail.add_permits(1);
+    eventually("the slow one fails", PATIENCE, async || told.retried().len() == 2).await;
+    assert_eq!(told.retried()[1], 30 * SECOND, "it came in under the old rules");
+
+    // What cannot be is refused, and the rules stay.
+    let impossible = [
+        Policies::new(RetryPolicy::new([0u64; 0])),
+        Policies::new(RetryPolicy::new([15]).lanes(0)),
+        Policies::new(plain([15])).with("many", RetryPolicy::new(1..=200u64)),
+    ];
+    for policies in impossible {
+        let refused = worker.reload(policies).await.unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::Configuration, "{refused}");
+        assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+    }
+    // So is what the broker does not give.
+    work.vhost.api().set_vhost_limit_max_queues(4);
+    let refused = worker.reload(RetryPolicy::new([50]).lanes(4)).await.unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::QueueLimit, "{refused}");
+    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+    worker.shutdown(SECOND).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_work() {
+    let work = Work::new().await;
+    let (told, fail) = (Told::default(), Arc::new(Semaphore::new(0)));
+    let (may_fail, started) = (Arc::clone(&fail), Arc::new(Semaphore::new(0)));
+    let start = Arc::clone(&started);
+    let worker = RetryConsumer::builder(work.url(), WORK)
+        .policy(plain([30]))
+        .on_event(told.hook())
+        .handler(move |_: Job| {
+            let (may_fail, start) = (Arc::clone(&may_fail), Arc::clone(&start));
+            async move {
+                start.add_permits(1);
+                may_fail.acquire().await?.forget();
+                Err(anyhow!("no"))
+            }
+        })
+        .start()
+        .await
+        .unwrap();
+    work.publish(BasicProperties::default(), "").await;
+    started.acquire().await.unwrap().forget();
+    worker.reload(plain([40])).await.unwrap();
+    work.channel.queue_delete("work.retry.00030s".into(), Default::default()).await.unwrap();
+    fail.add_permits(1);
+    eventually("it is retried", PATIENCE, async || told.retried() == [30 * SECOND]).await;
+    worker.shutdown(SECOND).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_whose_next_delay_would_pass_its_policys_age_is_buried_now() {
+    let work = Work::new().await;
+    let policies = Policies::new(plain([30]).max_age(29 * SECOND))
+        .with("young", plain([1, 30]).max_age(29 * SECOND))
+        .with("old", plain([30]).max_age(3600 * SECOND));
+    let (_worker, told, calls) = failing(&work, policies).await;
+    work.publish(BasicProperties::default(), "").await;
+    assert_eq!(told.buried(1).await, [BuriedReason::Expired]);
+    assert_eq!(calls.load(SeqCst), 1);
+    let buried = work.take_buried(1).await.remove(0);
+    assert_eq!(buried["headers"]["buried-reason"], "expired");
+    assert_eq!(buried["headers"]["retry-count"], 1);
+    assert_eq!(buried["headers"]["retry-error"], "no");
+    // One level fits into the age, the next does not.
+    work.publish(kind("young"), "").await;
+    assert_eq!(told.buried(2).await[1], BuriedReason::Expired);
+    assert_eq!((told.retried(), calls.load(SeqCst)), (vec![SECOND], 3));
+    assert_eq!(lane_of(&work, &told, kind("old")).await, 30 * SECOND);
+    // Half an hour old, and an hour.
+    let now = SystemTime::now();
+    let aged = |minutes: u32| kind("old").with_timestamp(unix(now - minutes * 60 * SECOND));
+    assert_eq!(lane_of(&work, &told, aged(30)).await, 30 * SECOND);
+    let before = calls.load(SeqCst);
+    work.publish(aged(61), "").await;
+    assert_eq!(told.buried(3).await[2], BuriedReason::Expired);
+    assert_eq!(calls.load(SeqCst), before, "it arrived past its age, and was run");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_message_that_expires_is_buried_when_its_next_delay_would_pass_that() {
+    let work = Work::new().await;
+    let (_worker, told, calls) = failing(&work, plain([1, 30])).await;
+    let lives = |ms: &str| BasicProperties::default().with_expiration(ms.into());
+    // It fits once; the retry has the deadline in place of the expiration.
+    work.publish(lives("29000"), "").await;
+    assert_eq!(told.buried(1).await, [BuriedReason::Expired]);
+    assert_eq!((told.retried(), calls.load(SeqCst)), (vec![SECOND], 2));
+    let buried = work.take_buried(1).await.remove(0);
+    assert!(buried["headers"]["retry-deadline"].is_string(), "{buried}");
+    assert_eq!(buried["headers"]["retry-count"], 2);
+    assert!(buried["properties"].get("expiration").is_none(), "{buried}");
+    // Its life began before it was published here.
+    let a_minute_ago = unix(SystemTime::now() - 60 * SECOND);
+    work.publish(lives("60500").with_timestamp(a_minute_ago), "").await;
+    assert_eq!(told.buried(2).await[1], BuriedReason::Expired);
+    let after_a_run = calls.load(SeqCst);
+    work.publish(lives("30000").with_timestamp(a_minute_ago), "").await;
+    let past = humantime::format_rfc3339_millis(SystemTime::now() - SECOND).to_string();
+    work.publish(ours([("retry-deadline", AMQPValue::LongString(past.into()))]), "").await;
+    assert_eq!(told.buried(4).await[2..], [BuriedReason::Expired; 2]);
+    assert_eq!(calls.load(SeqCst), after_a_run, "they arrived too late, and were run");
+    for buried in work.take_buried(3).await {
+        assert_eq!(buried["headers"]["buried-reason"], "expired");
+        assert_eq!(buried["headers"]["retry-original-routing-key"], WORK);
+    }
+}

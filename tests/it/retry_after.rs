@@ -1,0 +1,331 @@
+//! A handler that says how long to wait: `retry_after`.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::{Duration, Instant, SystemTime},
+};
+
+use anyhow::anyhow;
+use futures_util::StreamExt;
+use lapin::{BasicProperties, types::AMQPValue};
+use lapin_retry::{
+    BuriedReason, Event, Handle, Jitter, Job, Retry, RetryConsumer, RetryPolicy, Settings,
+    retry_after,
+};
+
+use crate::support::{PATIENCE, Told, WORK, Work, consume, count, eventually, ours, within};
+
+const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
+const DAY: Duration = Duration::from_secs(86_400);
+
+/// The calls of a handler: when each began, and the job.
+type Calls = Arc<Mutex<Vec<(Instant, Job)>>>;
+
+/// A worker that asks `say` how long a job is to wait; without an answer the job is done.
+async fn worker(
+    work: &Work,
+    policy: RetryPolicy,
+    say: impl Fn(&Job) -> Option<Duration> + Send + Sync + 'static,
+) -> (Handle, Told, Calls) {
+    let (told, calls) = (Told::default(), Calls::default());
+    let called = Arc::clone(&calls);
+    let say = Arc::new(say);
+    let handle = RetryConsumer::builder(work.url(), WORK)
+        .policy(policy)
+        .on_event(told.hook())
+        .handler(move |job: Job| {
+            called.lock().unwrap().push((Instant::now(), job.clone()));
+            let answer = say(&job);
+            async move {
+                match answer {
+                    Some(wait) => Err(retry_after(anyhow!("too many requests"), wait).into()),
+                    None => Ok(()),
+                }
+            }
+        })
+        .start()
+        .await
+        .unwrap();
+    (handle, told, calls)
+}
+
+fn without_jitter(levels: &[&str]) -> RetryPolicy {
+    RetryPolicy::new(levels).jitter(Jitter::None)
+}
+
+/// In whole milliseconds, as a header can tell it.
+fn in_the_future(wait: Duration) -> SystemTime {
+    let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap() + wait;
+    SystemTime::UNIX_EPOCH + Duration::from_millis(since.as_millis() as u64)
+}
+
+fn not_before(at: SystemTime) -> (&'static str, AMQPValue) {
+    let text = humantime::format_rfc3339_millis(at).to_string();
+    ("retry-not-before", AMQPValue::LongString(text.into()))
+}
+
+fn one() -> (&'static str, AMQPValue) {
+    ("retry-count", AMQPValue::LongLongInt(1))
+}
+
+/// How far a time in a header is from this one.
+fn apart(header: &serde_json::Value, from: SystemTime) -> Duration {
+    let at = humantime::parse_rfc3339(header.as_str().expect("a time")).expect("a time");
+    at.duration_since(from).unwrap_or_else(|early| early.duration())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_herd_that_is_told_to_wait_spreads_over_a_quarter_more_and_nothing_is_early() {
+    let work = Work::new().await;
+    let wait = Duration::from_millis(1500);
+    // Lanes of 1062 to 2000 ms in steps of 62.5.
+    let policy = RetryPolicy::new([2]).lanes(16);
+    let say = move |job: &Job| (job.retry_count() == 0).then_some(wait);
+    let (worker, told, calls) = worker(&work, policy, say).await;
+    for job in 0..40 {
+        work.publish(BasicProperties::default().with_message_id(job.to_string().into()), "").await;
+    }
+    told.done(40).await;
+    let mut lanes: Vec<u128> = told.retried().iter().map(Duration::as_millis).collect();
+    lanes.sort_unstable();
+    lanes.dedup();
+    let near = [1500, 1562, 1625, 1687, 1750, 1812, 1875];
+    assert!(lanes.iter().all(|lane| near.contains(lane)), "{lanes:?}");
+    assert!(lanes.len() >= 4, "a herd on so few lanes: {lanes:?}");
+    let calls = calls.lock().unwrap().clone();
+    for (began, job) in calls.iter().filter(|(_, job)| job.retry_count() == 1) {
+        let first = calls.iter().find(|(_, earlier)| earlier.id() == job.id()).unwrap().0;
+        assert!(*began - first >= wait, "{job:?} is early");
+    }
+    worker.shutdown(SECOND).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_a_lane_nearby_the_first_that_is_not_shorter_is_taken() {
+    let work = Work::new().await;
+    let (_worker, told, _) = worker(&work, without_jitter(&["1s", "20s", "40s"]), |job| {
+        Some(Duration::from_millis(std::str::from_utf8(job.body()).unwrap().parse().unwrap()))
+    })
+    .await;
+    for (wait_ms, lane) in [("0", 1), ("1000", 1), ("1001", 20), ("15000", 20), ("20001", 40)] {
+        let before = told.retried().len();
+        work.publish(BasicProperties::default(), wait_ms).await;
+        eventually("it is retried", PATIENCE, async || told.retried().len() > before).await;
+        assert_eq!(told.retried()[before], lane * SECOND, "for {wait_ms} ms");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart() {
+    let work = Work::new().await;
+    let wait = 12 * SECOND;
+    let policy = || without_jitter(&["1s"]);
+    let (first, told, first_calls) = worker(&work, policy(), move |_| Some(wait)).await;
+    let now = SystemTime::now();
+    work.publish(BasicProperties::default(), "").await;
+    told.first("the first hop", |event| matches!(event, Event::Retried { .. }).then_some(())).await;
+    assert_eq!(told.retried(), [SECOND]);
+    first.shutdown(SECOND).await;
+
+    eventually("the first hop ends", PATIENCE, async || count(&work.channel, WORK).await == 1)
+        .await;
+    let hopping = work.vhost.api().peek(WORK, 1).remove(0);
+    assert_eq!(hopping["headers"]["retry-count"], 1);
+    let end = apart(&hopping["headers"]["retry-not-before"], now);
+    assert!(end >= wait && end < wait + 5 * SECOND, "{end:?}");
+
+    let say = |job: &Job| (job.retry_count() == 0).then_some(SECOND);
+    let (second, told, calls) = worker(&work, policy(), say).await;
+    told.done(1).await;
+    assert!(told.postponed() >= 1, "it should have hopped on");
+    let calls_of = |calls: &Calls| calls.lock().unwrap().clone();
+    let (first_calls, calls) = (calls_of(&first_calls), calls_of(&calls));
+    assert_eq!((first_calls.len(), calls.len()), (1, 1), "called in between");
+    assert_eq!(calls[0].1.retry_count(), 1, "charged once");
+    assert!(calls[0].0 - first_calls[0].0 >= wait, "early");
+    second.shutdown(SECOND).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_that_is_reached_is_told_no_longer_and_the_last_level_still_buries() {
+    let work = Work::new().await;
+    let (_worker, told, calls) =
+        worker(&work, without_jitter(&["1s"]), |_| Some(2500 * SECOND / 1000)).await;
+    work.publish(BasicProperties::default(), "").await;
+    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
+    let buried = work.take_buried(1).await.remove(0);
+    assert_eq!(buried["headers"]["retry-count"], 2);
+    assert_eq!(buried["headers"]["buried-reason"], "exhausted");
+    assert!(buried["headers"].get("retry-not-before").is_none(), "{buried}");
+    let calls = calls.lock().unwrap().clone();
+    let header = |job: &Job| {
+        let headers = job.properties().headers().clone().unwrap_or_default();
+        headers.contains_key("retry-not-before")
+    };
+    assert_eq!(calls.len(), 2);
+    assert!(!header(&calls[0].1) && header(&calls[1].1), "{calls:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn workers_whose_clocks_differ_by_two_seconds_do_not_loop() {
+    let work = Work::new().await;
+    let (_worker, told, calls) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    // Its time has come by the clock of a worker that is 2 s ahead of this one.
+    let end = in_the_future(2 * SECOND);
+    work.publish(ours([one(), not_before(end)]), "ahead").await;
+    told.done(1).await;
+    assert!(SystemTime::now() >= end, "this worker's own clock decides");
+    assert!(told.postponed() <= 2, "{} hops", told.postponed());
+    // And by that of one that is 2 s behind it came too late.
+    let before = told.postponed();
+    work.publish(ours([one(), not_before(SystemTime::now() - 2 * SECOND)]), "behind").await;
+    told.done(2).await;
+    assert_eq!(told.postponed(), before);
+    assert!(calls.lock().unwrap().iter().all(|(_, job)| job.retry_count() == 1));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_use() {
+    let work = Work::new().await;
+    let (_worker, told, calls) = worker(&work, without_jitter(&["1s", "2s", "4s"]), |job| {
+        (job.body() == b"a day").then_some(DAY)
+    })
+    .await;
+    work.publish(BasicProperties::default(), "done at once").await;
+    told.done(1).await;
+    let from_the_start = ["buried", "retry.00001s", "retry.00002s", "retry.00004s"];
+    assert_eq!(work.queues(), from_the_start);
+
+    let now = SystemTime::now();
+    work.publish(BasicProperties::default(), "a day").await;
+    let held = work.only_job_in("retry.hold.21600000ms").await;
+    let hold = ["retry.hold.00600000ms", "retry.hold.03600000ms", "retry.hold.21600000ms"];
+    assert_eq!(work.queues(), [from_the_start.as_slice(), &hold].concat());
+    assert_eq!(held["properties"]["expiration"], "21600000");
+    assert_eq!(held["headers"]["retry-count"], 1);
+    assert_eq!(held["headers"]["retry-level"], "1/3 1s");
+    let end = apart(&held["headers"]["retry-not-before"], now);
+    assert!(end >= DAY && end < DAY + 60 * SECOND, "{end:?}");
+    let due = apart(&held["headers"]["retry-due-at"], now);
+    assert!(due >= 6 * HOUR && due < 6 * HOUR + 60 * SECOND, "{due:?}");
+    let lane = work.vhost.api().queue("work.retry.hold.21600000ms").unwrap();
+    assert_eq!(lane["arguments"]["x-message-ttl"], 21_600_000);
+    assert_eq!(lane["arguments"]["x-dead-letter-routing-key"], WORK);
+
+    // The later hops, each as it would arrive.
+    let calls_so_far = calls.lock().unwrap().len();
+    for (left, lane) in [
+        (6 * HOUR + 120 * SECOND, "retry.hold.21600000ms"),
+        (4 * HOUR, "retry.hold.03600000ms"),
+        (2400 * SECOND, "retry.hold.00600000ms"),
+        // A quarter more than this is enough for 10 min.
+        (570 * SECOND, "retry.hold.00600000ms"),
+    ] {
+        work.vhost.api().take(&format!("{WORK}.{lane}"), 10);
+        let end = in_the_future(left);
+        work.publish(ours([one(), not_before(end)]), "a day").await;
+        let held = work.only_job_in(lane).await;
+        assert!(apart(&held["headers"]["retry-not-before"], end) < Duration::from_millis(2));
+        assert_eq!(held["headers"]["retry-count"], 1);
+    }
+    assert_eq!(calls.lock().unwrap().len(), calls_so_far, "the handler was called in between");
+    // The end of it fits into a lane of the policy's own.
+    let end = in_the_future(3500 * SECOND / 1000);
+    work.publish(ours([one(), not_before(end)]), "done at last").await;
+    told.done(2).await;
+    assert!(SystemTime::now() >= end, "early");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
+    let work = Work::new().await;
+    let (_worker, told, _) = worker(&work, without_jitter(&["1s"]), |job| match job.body() {
+        b"11 years" => Some(11 * 365 * DAY),
+        // 10,220 hops of 6 h.
+        b"7 years" => Some(7 * 365 * DAY),
+        b"ever" => Some(Duration::MAX),
+        _ => Some(2000 * DAY),
+    })
+    .await;
+    for body in ["11 years", "7 years", "ever"] {
+        work.publish(BasicProperties::default(), body).await;
+    }
+    assert_eq!(told.buried(3).await, [BuriedReason::InvalidHeaders; 3]);
+    for buried in work.take_buried(3).await {
+        assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
+        assert_eq!(buried["headers"]["retry-error"], "too many requests");
+    }
+    work.publish(BasicProperties::default(), "5 years").await;
+    work.only_job_in("retry.hold.21600000ms").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_once_it_fails() {
+    let work = Work::new().await;
+    let soon = |job: &Job| (job.body() == b"fails").then_some(Duration::from_secs(1));
+    let (_worker, told, calls) = worker(&work, without_jitter(&["1s"]), soon).await;
+    let text = |text: &str| AMQPValue::LongString(text.into());
+    for (forged, kept, body) in [
+        (text("9999-12-31T23:59:59Z"), serde_json::json!("9999-12-31T23:59:59.000Z"), ""),
+        (text("soon"), serde_json::json!("soon"), "fails"),
+        (AMQPValue::LongLongInt(5), serde_json::json!(5), "fails"),
+        (AMQPValue::Boolean(true), serde_json::json!(true), "fails"),
+    ] {
+        let before = told.buried(0).await.len();
+        work.publish(ours([one(), ("retry-not-before", forged)]), body).await;
+        assert_eq!(told.buried(before + 1).await[before], BuriedReason::InvalidHeaders);
+        let buried = work.take_buried(1).await.remove(0);
+        assert_eq!(buried["headers"]["retry-not-before"], kept);
+        assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
+    }
+    assert_eq!(calls.lock().unwrap().len(), 3, "the one out of reach was not run");
+    // It means something beside our own `retry-queue` only.
+    let foreign = crate::support::table([not_before(in_the_future(DAY))]);
+    work.publish(BasicProperties::default().with_headers(foreign), "").await;
+    told.done(1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
+    let left = Duration::from_millis(900);
+    let forged = || {
+        let end = in_the_future(left);
+        (end, ours([one(), not_before(end)]))
+    };
+
+    let work = Work::new().await;
+    let (worker, told, _) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    let (end, job) = forged();
+    work.publish(job, "").await;
+    told.done(1).await;
+    assert!(SystemTime::now() >= end, "early, with a handler");
+    assert_eq!(told.postponed(), 0);
+    worker.shutdown(SECOND).await;
+
+    let told = Told::default();
+    let settings = Settings::new(without_jitter(&["1s"])).on_event(told.hook());
+    let retry = Retry::attach(work.url(), WORK, settings).await.unwrap();
+    let consumer = consume(&work.channel, WORK, 10).await;
+    let mut jobs = retry.jobs(consumer);
+    let (end, job) = forged();
+    work.publish(job, "late").await;
+    work.publish(BasicProperties::default(), "at once").await;
+    for body in ["at once", "late"] {
+        let job = within("a job", jobs.next()).await.unwrap().unwrap();
+        assert_eq!(job.body(), body.as_bytes(), "one that waits holds up no other");
+        assert!(body == "at once" || SystemTime::now() >= end, "early, in a loop");
+        job.settle(anyhow::Ok(())).await.unwrap();
+    }
+    drop(jobs);
+
+    let mut consumer = consume(&work.channel, WORK, 10).await;
+    let (end, job) = forged();
+    work.publish(job, "").await;
+    let delivery = within("a delivery", consumer.next()).await.unwrap().unwrap();
+    let job = within("the wait", retry.accept(delivery)).await.unwrap().expect("a job to run");
+    assert!(SystemTime::now() >= end, "early, by accept");
+    job.settle(anyhow::Ok(())).await.unwrap().await;
+    assert_eq!(told.postponed(), 0);
+    retry.close().await.unwrap();
+}
