@@ -325,7 +325,10 @@ impl Engine {
             let (copy, event, settled) = self.copy(job, &to);
             let answer = match self.make_on_first_use(&copy.queue).await {
                 Ok(()) => self.handoff.publish(&copy, slot).await,
-                Err(error) => Confirmed::NotSent(error),
+                Err(error) => {
+                    drop(slot);
+                    Confirmed::NotSent(error)
+                }
             };
             let (why, undecided) = match answer {
                 Confirmed::Yes => break (event, settled, copy.queue),
@@ -344,15 +347,13 @@ impl Engine {
                 }
             };
             tries += 1;
-            let (told, queue, stuck) = (job.clone(), copy.queue.clone(), trouble.is_stuck());
-            let why_told = why.clone();
             self.emit(&Event::HandOffFailed {
-                job: told,
-                queue,
-                why: why_told,
+                job: job.clone(),
+                queue: copy.queue.clone(),
+                why: why.clone(),
                 undecided,
                 tries,
-                stuck,
+                stuck: trouble.is_stuck(),
             });
             match trouble.next(&copy.queue, &why).await {
                 Next::Try => {}

@@ -1,13 +1,16 @@
 //! A hand-off that fails for long: nothing more is taken, and no job is lost, run twice or dropped.
 
 use crate::{
-    support::{PATIENCE, User, count, eventually, try_publish, within},
+    support::{PATIENCE, User, connect, consume, count, eventually, try_publish, within},
     workshop::{WORK, Workshop, ms, steps},
 };
+use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Confirmation};
-use lapin_retry::{Builder, Event, Handle, Job, PauseKind, Resumed, RetryConsumer, reject};
+use lapin_retry::{
+    Builder, Event, Handle, Job, PauseKind, Resumed, Retry, RetryConsumer, Settled, reject,
+};
 use serde_json::json;
-use std::{sync::Arc, time::Duration};
+use std::{future::IntoFuture, sync::Arc, time::Duration};
 
 const GRACE: Duration = Duration::from_secs(10);
 const LANE: &str = "work.retry.00001s";
@@ -208,4 +211,32 @@ async fn resume_tries_stuck_hand_offs_at_once_and_a_shutdown_leaves_their_jobs_i
     shop.until_done(5).await;
     handle.shutdown(GRACE).await;
     shop.is_empty().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn in_the_users_own_loop_the_stream_waits_until_the_hand_off_succeeds() {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let settings = shop.settings(ms(200), ms(800)).hand_off_bound(ms(500));
+    let retry = Retry::attach(user.url(), WORK, settings).await.unwrap();
+    refuse(&user);
+    shop.publish(5).await;
+    let connection = connect(&shop.vhost.url()).await;
+    let channel = connection.create_channel().await.unwrap();
+    let mut jobs = retry.jobs(consume(&channel, WORK, 5).await);
+    let first = within("a job", jobs.next()).await.unwrap().unwrap();
+    let receipt = first.settle(Err(anyhow::anyhow!("a failure of its own"))).await.unwrap();
+    until_waits(&shop, 3).await;
+    assert!(retry.paused().is_some());
+    assert!(jobs.next().now_or_never().is_none(), "no job while a hand-off is stuck");
+
+    user.allow(".*", ".*", ".*");
+    let settled = within("the hand-off", receipt.into_future()).await;
+    assert!(matches!(settled, Settled::Retried { level: 1, .. }), "{settled:?}");
+    for _ in 0..5 {
+        let job = within("a job", jobs.next()).await.unwrap().unwrap();
+        job.settle(anyhow::Ok(())).await.unwrap();
+    }
+    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    retry.close().await.unwrap();
 }
