@@ -17,8 +17,8 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 use self::run::{Run, Stop};
 use crate::{
-    Broker, Error, Event, Job, Outcome, Policies, RetryPolicy, Settings, link::Subscribe,
-    settle::Engine,
+    Broker, Error, ErrorKind, Event, Job, Outcome, Policies, RetryPolicy, Settings,
+    link::Subscribe, settle::Engine,
 };
 
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
@@ -57,10 +57,11 @@ type BoxHandler = Arc<dyn Fn(Job) -> BoxFuture<'static, anyhow::Result<()>> + Se
 ///     .handler(|job: Job| async move { ship(job.decode()?).await })
 ///     .start()
 ///     .await?;
-/// handle.stopped().await;
+/// handle.stopped().await?;
 /// # Ok(())
 /// # }
 /// ```
+#[must_use = "a consumer takes no jobs until it is started"]
 pub struct RetryConsumer {
     builder: Builder,
     handler: BoxHandler,
@@ -78,6 +79,7 @@ pub struct RetryConsumer {
 /// | [`consumer_tag`](Self::consumer_tag) | the worker's name |
 /// | [`priority`](Self::priority), [`argument`](Self::argument) | none |
 #[derive(Debug)]
+#[must_use = "a builder does nothing until its consumer is started"]
 pub struct Builder {
     broker: Broker,
     queue: String,
@@ -87,7 +89,7 @@ pub struct Builder {
     handler_timeout: Duration,
     consumer_timeout: Duration,
     consumer_tag: Option<String>,
-    arguments: FieldTable,
+    arguments: Vec<(String, AMQPValue)>,
 }
 
 impl RetryConsumer {
@@ -102,7 +104,7 @@ impl RetryConsumer {
             handler_timeout: Duration::from_secs(25 * 60),
             consumer_timeout: Duration::from_secs(30 * 60),
             consumer_tag: None,
-            arguments: FieldTable::default(),
+            arguments: Vec::new(),
         }
     }
 
@@ -122,58 +124,53 @@ impl RetryConsumer {
         let how = Subscribe {
             prefetch,
             tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
-            arguments: builder.arguments,
+            arguments: table(builder.arguments),
             queue,
         };
         // The first time, a refusal is the caller's to see.
         let subscription = engine.link().consume(&how, false).await?;
         engine.consuming();
         let (stop, stopping) = watch::channel(None);
-        let ended = CancellationToken::new();
+        let (end, ended) = watch::channel(None);
         let run = Run {
             engine: Arc::clone(&engine),
             how,
             handler,
-            permits: Arc::new(Semaphore::new(concurrency.unwrap_or(prefetch.into()))),
+            // More than are prefetched can never run.
+            permits: Arc::new(Semaphore::new(
+                concurrency.unwrap_or(usize::MAX).min(prefetch.into()),
+            )),
             handler_timeout: builder.handler_timeout,
             stopping,
             handlers: TaskTracker::new(),
             cut: CancellationToken::new(),
             lost: AtomicBool::new(false),
         };
-        let end = ended.clone().drop_guard();
-        tokio::spawn(async move {
-            run.until_stopped(subscription).await;
-            drop(end);
-        });
+        tokio::spawn(async move { end.send(Some(run.until_stopped(subscription).await)) });
         Ok(Handle { engine, stop: Arc::new(stop), ended })
     }
 }
 
 impl Builder {
     /// All that is common to both ways in.
-    #[must_use]
     pub fn settings(mut self, settings: impl Into<Settings>) -> Self {
         self.settings = settings.into();
         self
     }
 
     /// The levels and their jitter; the other settings stay.
-    #[must_use]
     pub fn policy(mut self, policy: RetryPolicy) -> Self {
         self.settings.policies = self.settings.policies.with_default(policy);
         self
     }
 
     /// Policies for several kinds of jobs; the other settings stay.
-    #[must_use]
     pub fn policies(mut self, policies: Policies) -> Self {
         self.settings.policies = policies;
         self
     }
 
     /// See [`Settings::classify`].
-    #[must_use]
     pub fn classify<E: StdError + Send + Sync + 'static>(
         mut self,
         classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
@@ -183,7 +180,6 @@ impl Builder {
     }
 
     /// See [`Settings::on_event`].
-    #[must_use]
     pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
         self.settings = self.settings.on_event(hook);
         self
@@ -191,14 +187,12 @@ impl Builder {
 
     /// How many unacked jobs the broker sends ahead. Default: 100. 0 would mean without limit, and
     /// is refused.
-    #[must_use]
     pub fn prefetch(mut self, jobs: u16) -> Self {
         self.prefetch = jobs;
         self
     }
 
     /// How many handlers run at a time. Default: as many as are prefetched.
-    #[must_use]
     pub fn concurrency(mut self, handlers: usize) -> Self {
         self.concurrency = Some(handlers);
         self
@@ -208,7 +202,6 @@ impl Builder {
     /// 25 minutes. It must stay under the broker's consumer timeout, 30 minutes by default.
     ///
     /// A handler is cancelled where it awaits; one that blocks its thread cannot be.
-    #[must_use]
     pub fn handler_timeout(mut self, timeout: Duration) -> Self {
         self.handler_timeout = timeout;
         self
@@ -216,29 +209,25 @@ impl Builder {
 
     /// The broker's consumer timeout, if it is not the default of 30 minutes. It is not set by
     /// this, only respected: no job is held longer.
-    #[must_use]
     pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
         self.consumer_timeout = timeout;
         self
     }
 
     /// The consumer's tag, as the management UI shows it. Default: the worker's name.
-    #[must_use]
     pub fn consumer_tag(mut self, tag: impl Into<String>) -> Self {
         self.consumer_tag = Some(tag.into());
         self
     }
 
     /// The consumer's priority: the broker serves those with a higher one first. Default: 0.
-    #[must_use]
     pub fn priority(self, priority: i32) -> Self {
         self.argument("x-priority", AMQPValue::LongInt(priority))
     }
 
     /// An argument of `basic.consume`.
-    #[must_use]
     pub fn argument(mut self, name: &str, value: AMQPValue) -> Self {
-        self.arguments.insert(name.into(), value);
+        self.arguments.push((name.to_owned(), value));
         self
     }
 
@@ -299,8 +288,21 @@ impl Builder {
         if self.consumer_tag.as_ref().is_some_and(|tag| tag.len() > 255) {
             return Err(Error::configuration("consumer_tag: longer than 255 bytes"));
         }
+        if let Some((name, _)) = self.arguments.iter().find(|(name, _)| name.len() > 255) {
+            return Err(Error::configuration(format!(
+                "argument: the name {name:?} is longer than 255 bytes"
+            )));
+        }
         Ok(())
     }
+}
+
+fn table(arguments: Vec<(String, AMQPValue)>) -> FieldTable {
+    let mut table = FieldTable::default();
+    for (name, value) in arguments {
+        table.insert(name.into(), value);
+    }
+    table
 }
 
 /// A running consumer. Cheap to clone; to drop it stops nothing.
@@ -308,20 +310,25 @@ impl Builder {
 pub struct Handle {
     engine: Arc<Engine>,
     stop: Arc<watch::Sender<Option<Stop>>>,
-    ended: CancellationToken,
+    ended: watch::Receiver<Option<Result<(), Error>>>,
 }
 
 impl Handle {
     /// Stops: takes no more jobs, gives back those that have not been started, lets running
     /// handlers finish for at most `grace`, and hands off their outcomes. Handlers that still run
-    /// then are cancelled, and their jobs given back. Returns when it is over.
+    /// then are cancelled, and their jobs given back. Returns when it is over;
+    /// [`stopped`](Self::stopped) tells how it went.
+    ///
+    /// What does not answer is not waited for without end: with a broker that is gone, or hand-offs
+    /// that do not succeed, it takes up to half a minute more than the grace.
     pub async fn shutdown(&self, grace: Duration) {
         self.stop.send_if_modified(|stop| {
             let first = stop.is_none();
             stop.get_or_insert(Stop::within(grace));
             first
         });
-        self.stopped().await;
+        // Told by stopped() to whoever asks.
+        let _ = self.stopped().await;
     }
 
     /// Takes no more jobs until [`resume`](Self::resume). Those that have not been started are given
@@ -345,9 +352,20 @@ impl Handle {
         self.engine.reload(&settings.into()).await
     }
 
-    /// Waits until the consumer has stopped.
-    pub async fn stopped(&self) {
-        self.ended.cancelled().await;
+    /// Waits until the consumer has stopped, by [`shutdown`](Self::shutdown).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Closed`]: some hand-offs or acks did not succeed in time, so that the broker
+    /// delivers their jobs again; or the consumer's task was ended by its runtime.
+    pub async fn stopped(&self) -> Result<(), Error> {
+        let mut ended = self.ended.clone();
+        let how = ended.wait_for(Option::is_some).await.ok().and_then(|how| how.clone());
+        how.unwrap_or_else(|| {
+            Err(Error::new(
+                ErrorKind::Closed,
+                format!("the consumer of {:?} ended with its runtime", self.engine.queue()),
+            ))
+        })
     }
 }
 

@@ -91,7 +91,8 @@ pub enum Event {
         /// Why.
         why: &'static str,
     },
-    /// The job's channel died before the job was settled: the broker delivers it again.
+    /// The job's channel died before the job was settled, or the work ended while its hand-off
+    /// still failed: the broker delivers it again.
     #[non_exhaustive]
     Stale {
         /// The job.

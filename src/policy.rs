@@ -167,6 +167,7 @@ impl RetryPolicy {
     }
 
     /// How a level's delay is spread. Default: [`Jitter::Equal`].
+    #[must_use]
     pub fn jitter(mut self, jitter: Jitter) -> Self {
         self.jitter = jitter;
         self
@@ -176,6 +177,7 @@ impl RetryPolicy {
     ///
     /// A herd of jobs that fail together comes back in that many groups. A level without jitter
     /// has one lane whatever this says; more than 200 queues for one work queue are refused.
+    #[must_use]
     pub fn lanes(mut self, lanes: u32) -> Self {
         self.lanes = lanes;
         self
@@ -186,6 +188,7 @@ impl RetryPolicy {
     /// The age counts from the message's `timestamp` property if it has one that is not in the
     /// future, else from its first failure. A job whose next delay would end after this age is
     /// buried as `expired` at once; one that arrives past it is buried without a run.
+    #[must_use]
     pub fn max_age(mut self, age: Duration) -> Self {
         self.max_age = Some(age);
         self

@@ -92,10 +92,7 @@ impl Retry {
     /// [`ErrorKind::Closed`] after [`close`](Self::close).
     pub async fn accept(&self, delivery: Delivery) -> Result<Option<UnsettledJob>, Error> {
         if self.engine.is_closed() {
-            return Err(Error::new(
-                ErrorKind::Closed,
-                format!("queue {:?}: a delivery came after close()", self.engine.queue()),
-            ));
+            return Err(after_close(&self.engine));
         }
         let mut turn = self.engine.turn().await;
         let Some(mut job) = self.engine.admit(incoming(delivery)) else { return Ok(None) };
@@ -128,7 +125,8 @@ impl Retry {
     }
 
     /// Waits until every ack and hand-off that was begun has come to its end, for at most 25 s.
-    /// Call it before the consumer's channel is closed.
+    /// Call it before the consumer's channel is closed. It closes all clones: a delivery that comes
+    /// after is an error in [`jobs`](Self::jobs) and [`accept`](Self::accept), and stays unacked.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`]: some did not succeed. Their jobs stay unacked, and the broker
@@ -144,6 +142,7 @@ impl Retry {
 /// deleted. An error is its last item. To drop it cancels the consumer.
 ///
 /// While the consumer pauses it waits: what was prefetched stays with it.
+#[must_use = "a stream of jobs takes none until it is polled"]
 pub struct Jobs {
     engine: Arc<Engine>,
     /// Gone at the end: a consumer that is polled after its end never wakes again.
@@ -207,6 +206,10 @@ impl Stream for Jobs {
                 return Poll::Ready(None);
             };
             match std::task::ready!(consumer.poll_next_unpin(cx)) {
+                Some(Ok(_)) if self.engine.is_closed() => {
+                    self.consumer = None;
+                    return Poll::Ready(Some(Err(after_close(&self.engine))));
+                }
                 Some(Ok(delivery)) => {
                     if let Some(job) = self.engine.admit(incoming(delivery)) {
                         let wait = async move {
@@ -225,6 +228,13 @@ impl Stream for Jobs {
             }
         }
     }
+}
+
+fn after_close(engine: &Engine) -> Error {
+    Error::new(
+        ErrorKind::Closed,
+        format!("queue {:?}: a delivery came after close()", engine.queue()),
+    )
 }
 
 fn ended(queue: &str, error: lapin::Error) -> Error {

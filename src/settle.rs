@@ -182,9 +182,7 @@ impl Engine {
         }
         self.giving_up.cancel();
         let left = self.tasks.len();
-        // Those that wait between tries or for a slot end now; one that waits for a confirm, at its timeout.
-        let last = self.settings.confirm_timeout + Duration::from_secs(1);
-        let _ = tokio::time::timeout(last, self.tasks.wait()).await;
+        let _ = tokio::time::timeout(Duration::from_secs(1), self.tasks.wait()).await;
         Err(Error::new(
             ErrorKind::Closed,
             format!(
@@ -215,7 +213,7 @@ impl Engine {
             Some(to) => {
                 let (accepted, accepting) = oneshot::channel();
                 let task = self.spawn(async move {
-                    let Some(slot) = engine.slot().await else { return Settled::Stale };
+                    let Some(slot) = engine.slot().await else { return engine.given_up(&job) };
                     let _ = accepted.send(());
                     engine.hand_off(Some(slot), &job, &*tag, to).await
                 });
@@ -279,6 +277,12 @@ impl Engine {
         Settled::Stale
     }
 
+    /// The job stays unacked, and the broker delivers it again.
+    fn given_up(&self, job: &Job) -> Settled {
+        self.emit(&Event::Stale { job: job.clone() });
+        Settled::Stale
+    }
+
     /// The safety rule: publish the copy, wait for its confirm, and only then ack the original.
     /// While it fails the original stays unacked, and it is tried again.
     pub(crate) async fn hand_off(
@@ -311,7 +315,7 @@ impl Engine {
                 Some(slot) => slot,
                 None => match self.slot().await {
                     Some(slot) => slot,
-                    None => return Settled::Stale,
+                    None => return self.given_up(job),
                 },
             };
             // The broker delivers it again, so a copy would be one too many.
@@ -319,12 +323,15 @@ impl Engine {
                 if owed {
                     self.still_owed(job, to);
                 }
-                self.emit(&Event::Stale { job: job.clone() });
-                return Settled::Stale;
+                return self.given_up(job);
             }
             let (copy, event, settled) = self.copy(job, &to);
             let answer = match self.make_on_first_use(&copy.queue).await {
-                Ok(()) => self.handoff.publish(&copy, slot).await,
+                Ok(()) => tokio::select! {
+                    answer = self.handoff.publish(&copy, slot) => answer,
+                    // The original is not acked, so nothing is lost.
+                    () = self.giving_up.cancelled() => return self.given_up(job),
+                },
                 Err(error) => {
                     drop(slot);
                     Confirmed::NotSent(error)
@@ -360,7 +367,7 @@ impl Engine {
                 Next::GiveBack => {
                     return self.give_back_owed(job, tag, to, (copy.queue, &why)).await;
                 }
-                Next::GiveUp => return Settled::Stale,
+                Next::GiveUp => return self.given_up(job),
             }
         };
         // Never a reason to publish again: the job will be seen again.

@@ -24,6 +24,7 @@ use crate::{
 /// The type of the lanes and of the buried queue. The work queue may be of either type.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum QueueType {
     /// Quorum queues with at-least-once dead-lettering, the default. A job that expires in a lane
     /// leaves it only once the work queue has it on disk.
@@ -40,6 +41,7 @@ pub enum QueueType {
 /// What is done about the queues at the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Declare {
     /// Declare them, the default. Needs the configure permission on them.
     #[default]

@@ -65,7 +65,8 @@ pub(super) struct Run {
 }
 
 impl Run {
-    pub(super) async fn until_stopped(self, first: Subscription) {
+    /// An error says what was left undone at the stop.
+    pub(super) async fn until_stopped(self, first: Subscription) -> Result<(), Error> {
         let mut tries = Tries::default();
         let mut next = Some(first);
         let last = loop {
@@ -93,6 +94,10 @@ impl Run {
             };
             self.engine.quiet();
             self.lost.store(true, Ordering::Relaxed);
+            // Stopped while it connected: that is no news.
+            if self.stopping.borrow().is_some() {
+                break None;
+            }
             let lasted = started.elapsed();
             let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
@@ -101,7 +106,7 @@ impl Run {
                 () = tokio::time::sleep(wait) => {}
             }
         };
-        self.wind_down(last).await;
+        self.wind_down(last).await
     }
 
     /// Consumes; after a loss it first declares or verifies, for the broker may have come back
@@ -128,7 +133,9 @@ impl Run {
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
         let mut steady = pin!(tokio::time::sleep(STEADY));
-        let mut judging = alone;
+        // Alone it goes job by job. As many as were prefetched when the connection died of one of
+        // them must be read, or none come any more, before they are known to be readable.
+        let (mut judging, mut unread) = (alone, self.how.prefetch);
         loop {
             let incoming = tokio::select! {
                 biased;
@@ -138,6 +145,14 @@ impl Run {
                     return Ended::Paused;
                 }
                 () = &mut steady, if judging => {
+                    if self.handlers.is_empty() {
+                        unread = 0;
+                    }
+                    // A job at work keeps the next one from coming, and nothing is known of that.
+                    steady.as_mut().reset(Instant::now() + STEADY);
+                    continue;
+                }
+                () = std::future::ready(()), if judging && unread == 0 => {
                     // What has been delivered still comes out, and is answered on this channel.
                     let _ = tokio::time::timeout(FAREWELL, subscription.control.cancel()).await;
                     judging = false;
@@ -146,7 +161,13 @@ impl Run {
                 incoming = subscription.incoming.next() => incoming,
             };
             let incoming = match incoming {
-                Some(Ok(incoming)) => incoming,
+                Some(Ok(incoming)) => {
+                    if judging {
+                        unread = unread.saturating_sub(1);
+                        steady.as_mut().reset(Instant::now() + STEADY);
+                    }
+                    incoming
+                }
                 Some(Err(error)) => return Ended::Lost(error),
                 None if alone && !judging => return Ended::Readable,
                 None => return Ended::Lost(self.cancelled_by_the_broker()),
@@ -295,7 +316,7 @@ impl Run {
         }
     }
 
-    async fn wind_down(&self, mut subscription: Option<Subscription>) {
+    async fn wind_down(&self, mut subscription: Option<Subscription>) -> Result<(), Error> {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
         if let Some(subscription) = &mut subscription {
             let _ = tokio::time::timeout(FAREWELL, async {
@@ -315,12 +336,14 @@ impl Run {
         let end = deadline.max(Instant::now() + FAREWELL);
         let _ = tokio::time::timeout_at(end, self.handlers.wait()).await;
         let left = end.saturating_duration_since(Instant::now());
-        if let Err(error) = self.engine.close(left).await {
+        let closed = self.engine.close(left).await;
+        if let Err(error) = &closed {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }
         if let Some(subscription) = subscription {
             let _ = tokio::time::timeout(FAREWELL, subscription.control.close()).await;
         }
+        closed
     }
 
     async fn stop(&self) {

@@ -27,6 +27,8 @@ use crate::{
 
 /// What RabbitMQ negotiates unless told otherwise, in bytes.
 const FRAME_MAX: u32 = 131_072;
+/// How long a declare, a check or a consume may take.
+const ANSWER: Duration = Duration::from_secs(30);
 /// How often an ack that is not written yet looks whether its channel died.
 const DEAD_CHECK: Duration = Duration::from_secs(1);
 
@@ -48,9 +50,21 @@ impl LapinLink {
 
     /// Each declare and check has a channel to itself, for a refusal closes it; and not on the
     /// consuming connection, which a refusal can take down while a large delivery arrives.
-    async fn throw_away(&self) -> Result<Channel, Error> {
+    async fn queue_declare(
+        &self,
+        what: &str,
+        queue: &str,
+        options: QueueDeclareOptions,
+        arguments: FieldTable,
+    ) -> Result<(), Error> {
         let session = self.publishing().await?;
-        session.connection.create_channel().await.map_err(|e| refused(&e, "opening a channel"))
+        let declared = async {
+            let channel = session.connection.create_channel().await?;
+            channel.queue_declare(queue.into(), options, arguments).await
+        };
+        let shared = &self.broker.0.publishing;
+        let declared = in_time(declared, what, shared, &session).await?;
+        declared.map(drop).map_err(|error| refused(&error, what))
     }
 
     async fn publish_on(&self, session: &Session, copy: &Outgoing) -> Confirmed {
@@ -143,26 +157,19 @@ impl Link for LapinLink {
     }
 
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>> {
-        async {
-            let channel = self.throw_away().await?;
-            let options = QueueDeclareOptions { durable: true, ..Default::default() };
-            let name = queue.name.as_str().into();
-            match channel.queue_declare(name, options, queue.arguments.clone()).await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(refused(&error, &format!("declaring queue {:?}", queue.name))),
-            }
+        async move {
+            let what = format!("declaring queue {:?}", queue.name);
+            let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+            self.queue_declare(&what, &queue.name, durable, queue.arguments.clone()).await
         }
         .boxed()
     }
 
     fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>> {
         async move {
-            let channel = self.throw_away().await?;
-            let options = QueueDeclareOptions { passive: true, ..Default::default() };
-            match channel.queue_declare(queue.into(), options, FieldTable::default()).await {
-                Ok(_) => Ok(()),
-                Err(error) => Err(refused(&error, &format!("looking for queue {queue:?}"))),
-            }
+            let what = format!("looking for queue {queue:?}");
+            let passive = QueueDeclareOptions { passive: true, ..Default::default() };
+            self.queue_declare(&what, queue, passive, FieldTable::default()).await
         }
         .boxed()
     }
@@ -188,7 +195,9 @@ impl Link for LapinLink {
             };
             let queue = how.queue.clone();
             let failed = move |error| not_consuming(&error, &queue, probe);
-            let (channel, consumer) = subscribing.await.map_err(&failed)?;
+            let what = format!("consuming queue {:?}", how.queue);
+            let (channel, consumer) =
+                in_time(subscribing, &what, connection, &session).await?.map_err(&failed)?;
             let (tag, runtime) = (consumer.tag(), Handle::current());
             let control = Arc::new(Consuming { channel, tag, session, runtime });
             let open = Arc::clone(&control);
@@ -211,6 +220,21 @@ impl Link for LapinLink {
             frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
         }
     }
+}
+
+/// To what lapin is asked while its connection dies it may never answer. A connection that does
+/// not answer is not used again.
+async fn in_time<T>(
+    asked: impl Future<Output = T>,
+    what: &str,
+    shared: &Shared,
+    session: &Session,
+) -> Result<T, Error> {
+    tokio::time::timeout(ANSWER, asked).await.map_err(|_| {
+        shared.retire(session.number);
+        let text = format!("{what}: the broker did not answer within {ANSWER:?}");
+        Error::new(ErrorKind::Connection, text)
+    })
 }
 
 /// Why a consumer has ended. Every consumer on a connection is told the same, whichever queue the

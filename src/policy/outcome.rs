@@ -207,6 +207,7 @@ impl<T, E: Into<anyhow::Error>> OutcomeExt<T> for Result<T, E> {
 
 /// The handler took longer than its timeout and was cancelled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TimedOut {
     /// The handler timeout that ran out.
     pub after: Duration,
