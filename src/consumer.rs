@@ -128,7 +128,7 @@ impl RetryConsumer {
             queue,
         };
         // The first time, a refusal is the caller's to see.
-        let subscription = engine.link().consume(&how, false).await?;
+        let subscription = engine.consume(&how, false).await?;
         engine.consuming();
         let (stop, stopping) = watch::channel(None);
         let (end, ended) = watch::channel(None);

@@ -5,6 +5,7 @@ mod jitter;
 mod level;
 mod outcome;
 mod select;
+mod text;
 
 use std::{fmt, time::Duration};
 
@@ -15,6 +16,7 @@ pub(crate) use self::{
     jitter::{Window, lane_delays},
     level::{MAX_DELAY_MS, duration, label},
     outcome::{Classifier, Verdict},
+    text::chain,
 };
 pub use self::{
     jitter::Jitter,

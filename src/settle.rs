@@ -7,9 +7,7 @@ mod unsettled;
 
 use std::{
     collections::HashSet,
-    fmt::Write as _,
     future::Future,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, Mutex, PoisonError, RwLock},
     time::{Duration, SystemTime},
 };
@@ -36,15 +34,12 @@ use crate::{
     clock::Clock,
     event::emit,
     handoff::{HandOff, Slot},
-    link::{Broker, Confirmed, LINGER, LapinLink, Link, Tag},
-    message::{Copier, Outgoing, TooLarge, cut},
+    link::{Broker, Confirmed, LINGER, LapinLink, Link, Subscribe, Subscription, Tag},
+    message::{Copier, Outgoing, TooLarge},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
-    topology::{Lane, declare, make},
+    topology::{Lane, about_permissions, declare, make},
 };
-
-/// The most that is kept of an error's text in memory and in events, in bytes.
-const ERROR_TEXT: usize = 16 * 1024;
 
 /// All that one work queue needs to settle its jobs.
 #[derive(Debug)]
@@ -135,8 +130,14 @@ impl Engine {
         self.tasks.is_closed()
     }
 
-    pub(crate) fn link(&self) -> &dyn Link {
-        &*self.link
+    /// Alone: on a connection of its own, and job by job.
+    pub(crate) async fn consume(
+        &self,
+        how: &Subscribe,
+        alone: bool,
+    ) -> Result<Subscription, Error> {
+        let refused = |error| about_permissions(error, &how.queue);
+        self.link.consume(how, alone).await.map_err(refused)
     }
 
     pub(crate) fn worker(&self) -> &str {
@@ -345,7 +346,9 @@ impl Engine {
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
                 }
-                Confirmed::NotSent(error) => (error.to_string(), false),
+                Confirmed::NotSent(error) => {
+                    (about_permissions(error, &self.queue()).to_string(), false)
+                }
                 Confirmed::Undecided(connection, why) => {
                     // Each job is published at most once through a publishing connection that
                     // left it undecided.
@@ -441,55 +444,5 @@ impl Engine {
             Ok(()) => format!("the queue was missing ({why}) and has been declared again"),
             Err(error) => format!("the queue is missing ({why}) and cannot be declared: {error}"),
         }
-    }
-}
-
-/// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are told
-/// once.
-///
-/// It is the user's code that writes them, and a panic here would leave the job without an answer.
-pub(crate) fn chain(error: &anyhow::Error) -> String {
-    catch_unwind(AssertUnwindSafe(|| written(error)))
-        .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
-}
-
-fn written(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    let mut last = String::new();
-    for layer in error.chain() {
-        let said = layer.to_string();
-        if said != last {
-            let colon = if text.is_empty() { "" } else { ": " };
-            // Writing to a String cannot fail.
-            let _ = write!(text, "{colon}{said}");
-            last = said;
-        }
-        if text.len() > ERROR_TEXT {
-            break;
-        }
-    }
-    cut(&text, ERROR_TEXT)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::reject;
-    use anyhow::{Context, anyhow};
-
-    #[test]
-    fn a_chain_tells_each_layer_once() {
-        let io = std::io::Error::other("disk full");
-        let error = anyhow::Error::new(io).context("saving");
-        assert_eq!(chain(&error), "saving: disk full");
-        assert_eq!(chain(&reject(anyhow!("no use")).into()), "no use");
-        let marked = Err::<(), _>(reject(anyhow!("no use"))).context("outer").unwrap_err();
-        assert_eq!(chain(&marked), "outer: no use");
-    }
-
-    #[test]
-    fn an_error_of_a_megabyte_is_cut() {
-        let long = "ü".repeat(1 << 20);
-        assert!(chain(&anyhow!(long)).len() <= ERROR_TEXT);
     }
 }

@@ -13,7 +13,7 @@ use serde::Deserialize;
 use self::name::Name;
 pub(crate) use self::{
     deck::Decks,
-    declare::{declare, make},
+    declare::{about_permissions, declare, make},
     place::Wait,
 };
 use crate::{

@@ -117,7 +117,7 @@ impl Run {
             if self.lost.load(Ordering::Relaxed) {
                 self.engine.redeclare().await?;
             }
-            self.engine.link().consume(&how, alone).await
+            self.engine.consume(&how, alone).await
         };
         tokio::select! {
             subscription = subscribing => {

@@ -12,8 +12,7 @@ use crate::{
     Event, Outcome, Pauses,
     event::Resumed,
     pause::{Epoch, Pace, Pacing, PauseKind},
-    policy::Verdict,
-    settle::chain,
+    policy::{Verdict, chain},
 };
 
 /// How long what goes back to the queue in a pause waits for the consumer to be cancelled, so that it

@@ -11,12 +11,12 @@ use std::{
 
 use rand::rngs::SmallRng;
 
-use super::{Settled, chain};
+use super::Settled;
 use crate::{
     BuriedReason, Error, Event, FailureKind, Job, Policies, QueueType, Settings, Topology,
     event::Postponed,
     message::{Failure, Story},
-    policy::{Classifier, Decision, Verdict},
+    policy::{Classifier, Decision, Verdict, chain},
     topology::{Decks, Lane, Wait},
 };
 

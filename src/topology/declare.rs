@@ -51,7 +51,7 @@ pub(crate) async fn declare(
 }
 
 /// The broker's refusal names the right and the queue; this adds the patterns that grant it.
-fn about_permissions(error: Error, work_queue: &str) -> Error {
+pub(crate) fn about_permissions(error: Error, work_queue: &str) -> Error {
     if error.kind() != ErrorKind::Permission {
         return error;
     }

@@ -1,0 +1,61 @@
+//! The text of an error, for headers, events and logs.
+
+use std::{
+    fmt::Write as _,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use crate::message::cut;
+
+/// The most that is kept of an error's text in memory and in events, in bytes.
+const ERROR_TEXT: usize = 16 * 1024;
+
+/// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are told
+/// once.
+///
+/// It is the user's code that writes them, and a panic here would leave the job without an answer.
+pub(crate) fn chain(error: &anyhow::Error) -> String {
+    catch_unwind(AssertUnwindSafe(|| written(error)))
+        .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
+}
+
+fn written(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    let mut last = String::new();
+    for layer in error.chain() {
+        let said = layer.to_string();
+        if said != last {
+            let colon = if text.is_empty() { "" } else { ": " };
+            // Writing to a String cannot fail.
+            let _ = write!(text, "{colon}{said}");
+            last = said;
+        }
+        if text.len() > ERROR_TEXT {
+            break;
+        }
+    }
+    cut(&text, ERROR_TEXT)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::reject;
+    use anyhow::{Context, anyhow};
+
+    #[test]
+    fn a_chain_tells_each_layer_once() {
+        let io = std::io::Error::other("disk full");
+        let error = anyhow::Error::new(io).context("saving");
+        assert_eq!(chain(&error), "saving: disk full");
+        assert_eq!(chain(&reject(anyhow!("no use")).into()), "no use");
+        let marked = Err::<(), _>(reject(anyhow!("no use"))).context("outer").unwrap_err();
+        assert_eq!(chain(&marked), "outer: no use");
+    }
+
+    #[test]
+    fn an_error_of_a_megabyte_is_cut() {
+        let long = "ü".repeat(1 << 20);
+        assert!(chain(&anyhow!(long)).len() <= ERROR_TEXT);
+    }
+}
