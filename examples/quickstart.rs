@@ -68,7 +68,6 @@ async fn main() -> anyhow::Result<()> {
         .await?;
     let ends = report(jobs, events, &times).await?;
     consumer.shutdown(Duration::from_secs(1)).await;
-
     let open = jobs - ends.len();
     let mut alike = BTreeMap::<_, u32>::new();
     for (outcome, attempts) in ends.into_values() {
@@ -176,7 +175,6 @@ async fn publish_jobs(url: &str, policy: &RetryPolicy) -> anyhow::Result<usize> 
     arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
     channel.queue_declare(QUEUE.into(), QueueDeclareOptions::durable(), arguments).await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
-
     let mails = MAILS.into_iter().flat_map(|(mails, refusals)| vec![Mail { refusals }; mails]);
     let mut bodies = mails.map(|mail| serde_json::to_vec(&mail)).collect::<Result<Vec<_>, _>>()?;
     bodies.push(b"no mail".to_vec());
