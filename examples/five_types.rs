@@ -85,7 +85,9 @@ async fn main() -> anyhow::Result<()> {
     }
     consumer.shutdown(Duration::from_secs(1)).await;
     ensure!(open == 0, "{open} jobs did not come to their end in time");
-    println!("\nAll are done. The lanes are there still: filter the queues for {NAME}.retry");
+    println!(
+        "\nAll are done. If the broker is still there, so are the lanes: filter for {NAME}.retry"
+    );
     Ok(())
 }
 

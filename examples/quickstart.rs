@@ -14,22 +14,20 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, ensure};
+use anyhow::{Context, bail, ensure};
 use lapin_retry::{
     Event, Job, QueueType, RetryConsumer, RetryPolicy, Topology,
-    lapin::{
-        BasicProperties, Connection, ConnectionProperties, options::*, types::*, uri::AMQPUri,
-    },
+    lapin::{BasicProperties, Connection, ConnectionProperties, options::*, types::*},
 };
 use serde::{Deserialize, Serialize};
-use tokio::{sync::mpsc, time::timeout_at};
+use tokio::{sync::mpsc, time};
 
 const QUEUE: &str = "quickstart";
+const BURIED: &str = "quickstart.buried";
 
 /// So many mails, each refused so many times before it is sent. One more job is no mail at all.
 const MAILS: [(usize, u32); 4] = [(24, 0), (6, 1), (4, 3), (1, u32::MAX)];
 
-/// What a job carries.
 #[derive(Clone, Serialize, Deserialize)]
 struct Mail {
     refusals: u32,
@@ -47,14 +45,14 @@ async fn main() -> anyhow::Result<()> {
     let url = env::var("AMQP_URL").unwrap_or_else(|_| "amqp://localhost".to_owned());
     let policy = RetryPolicy::new([1, 2, 4]); // seconds
     let jobs = publish_jobs(&url, &policy).await?;
-    let (ui, vhost) = management_ui(&url);
+    let ui = management_ui();
     println!("{jobs} jobs are in the queue {QUEUE}. Watch those that fail wait in their lanes:");
     println!("  {ui}/#/queues (filter: {QUEUE}.retry)\n");
 
     let (tell, events) = mpsc::unbounded_channel();
     let times = Times::default();
     let clock = Arc::clone(&times);
-    let consumer = RetryConsumer::builder(url, QUEUE)
+    let consumer = RetryConsumer::builder(url.as_str(), QUEUE)
         .policy(policy)
         .on_event(move |event| drop(tell.send(event.clone())))
         .handler(move |job: Job| {
@@ -70,7 +68,6 @@ async fn main() -> anyhow::Result<()> {
         .await?;
     let ends = report(jobs, events, &times).await?;
     consumer.shutdown(Duration::from_secs(1)).await;
-
     let open = jobs - ends.len();
     let mut alike = BTreeMap::<_, u32>::new();
     for (outcome, attempts) in ends.into_values() {
@@ -80,10 +77,43 @@ async fn main() -> anyhow::Result<()> {
     for ((_, attempts, outcome), jobs) in alike {
         println!("{jobs:>4}  {attempts:>8}  {outcome}");
     }
-    println!("\nThe buried jobs are kept, each with its story in its headers (\"Get messages\"):");
-    println!("  {ui}/#/queues/{vhost}/{QUEUE}.buried");
     ensure!(open == 0, "{open} jobs did not come to their end in time");
+    let told = time::timeout(Duration::from_secs(10), tell_story(&url)).await;
+    told.context("reading the buried jobs")??;
+    println!("\nIf the broker is still there, so are the buried jobs (\"Get messages\"):");
+    println!("  {ui}/#/queues (filter: {BURIED})");
     Ok(())
+}
+
+/// Prints the headers of the job that failed at every level, and leaves it where it is.
+async fn tell_story(url: &str) -> anyhow::Result<()> {
+    let connection = Connection::connect(url, ConnectionProperties::default()).await?;
+    let channel = connection.create_channel().await?;
+    let exhausted = AMQPValue::LongString("exhausted".into());
+    while let Some(job) = channel.basic_get(BURIED.into(), BasicGetOptions::default()).await? {
+        let headers = job.properties.headers().clone().unwrap_or_default();
+        if headers.inner().get("buried-reason") == Some(&exhausted) {
+            println!("\nThe story of the exhausted one, as its headers in {BURIED} tell it:");
+            for (name, value) in &headers {
+                println!("  {:<27}  {}", name.as_str(), words(value));
+            }
+        }
+    }
+    // None was acked, so the broker puts them back.
+    Ok(connection.close(200, "read".into()).await?)
+}
+
+fn words(value: &AMQPValue) -> String {
+    match value {
+        AMQPValue::LongString(text) => text.to_string(),
+        AMQPValue::LongLongInt(number) => number.to_string(),
+        AMQPValue::FieldTable(entry) => entry.inner().values().map(|v| words(v) + "  ").collect(),
+        AMQPValue::FieldArray(entries) => {
+            let lines = entries.as_slice().iter().map(|entry| words(entry).trim_end().to_owned());
+            lines.collect::<Vec<_>>().join(&format!("\n{:31}", ""))
+        }
+        other => format!("{other:?}"),
+    }
 }
 
 /// When the last attempt of each job began, and when it ended.
@@ -100,19 +130,14 @@ async fn report(
     let limit = start + Duration::from_secs(25);
     let (mut waiting, mut ends) = (HashMap::new(), HashMap::new());
     while ends.len() < jobs {
-        let Ok(event) = timeout_at(limit.into(), events.recv()).await else { break };
+        let Ok(event) = time::timeout_at(limit.into(), events.recv()).await else { break };
         let (job, outcome, delay) = match event.context("the consumer is gone")? {
             Event::Done { job, .. } => (job, "done".to_owned(), None),
-            Event::Buried { job, reason, .. } => {
-                (job, format!("buried: {}", reason.as_str()), None)
-            }
+            Event::Buried { job, reason, .. } => (job, format!("buried: {reason}"), None),
             Event::Retried { job, delay, error, .. } => {
                 (job, format!("{error}; again in {}", seconds(delay)), Some(delay))
             }
-            Event::Disconnected { error, .. } => {
-                println!("not consuming: {error}");
-                continue;
-            }
+            Event::Disconnected { error, .. } => bail!("not consuming: {error}"),
             _ => continue,
         };
         let (id, attempt) = (job.id().to_owned(), job.retry_count() + 1);
@@ -150,7 +175,6 @@ async fn publish_jobs(url: &str, policy: &RetryPolicy) -> anyhow::Result<usize> 
     arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
     channel.queue_declare(QUEUE.into(), QueueDeclareOptions::durable(), arguments).await?;
     channel.confirm_select(ConfirmSelectOptions::default()).await?;
-
     let mails = MAILS.into_iter().flat_map(|(mails, refusals)| vec![Mail { refusals }; mails]);
     let mut bodies = mails.map(|mail| serde_json::to_vec(&mail)).collect::<Result<Vec<_>, _>>()?;
     bodies.push(b"no mail".to_vec());
@@ -166,12 +190,10 @@ async fn publish_jobs(url: &str, policy: &RetryPolicy) -> anyhow::Result<usize> 
     Ok(bodies.len())
 }
 
-/// The address of the management UI without a password, and the vhost as it is written there.
-fn management_ui(amqp_url: &str) -> (String, String) {
-    let url =
-        env::var("RABBITMQ_MANAGEMENT_URL").unwrap_or_else(|_| "http://localhost:15672".to_owned());
+/// The address of the management UI, without a password.
+fn management_ui() -> String {
+    let url = env::var("RABBITMQ_MANAGEMENT_URL").unwrap_or("http://localhost:15672".to_owned());
     let (scheme, rest) = url.split_once("://").unwrap_or(("http", &url));
     let host = rest.rsplit('@').next().unwrap_or(rest).trim_end_matches('/');
-    let vhost = amqp_url.parse::<AMQPUri>().map_or("/".to_owned(), |uri| uri.vhost);
-    (format!("{scheme}://{host}"), vhost.replace('/', "%2F"))
+    format!("{scheme}://{host}")
 }

@@ -107,7 +107,7 @@ async fn main() -> anyhow::Result<()> {
             println!("{name:<7}  {attempts:>8}  {outcome}");
         }
     }
-    println!("\nThe buried ones are in the queue {QUEUE}.buried.");
+    println!("\nIf the broker is still there, the buried ones are in its queue {QUEUE}.buried.");
     ensure!(ends.len() == WEBHOOKS.len(), "{} are still open", WEBHOOKS.len() - ends.len());
     Ok(())
 }

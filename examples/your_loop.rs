@@ -127,7 +127,7 @@ async fn main() -> anyhow::Result<()> {
     for (order, (outcome, attempts)) in &*ends {
         println!("{order}  {attempts:>8}  {outcome}");
     }
-    println!("\nThe buried one is in the queue {QUEUE}.buried.");
+    println!("\nIf the broker is still there, the buried one is in its queue {QUEUE}.buried.");
     ensure!(ends.len() == ORDERS, "{} orders are still open", ORDERS - ends.len());
     Ok(())
 }

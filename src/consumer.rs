@@ -193,6 +193,10 @@ impl Builder {
     }
 
     /// How many handlers run at a time. Default: as many as are prefetched.
+    ///
+    /// More than the prefetch makes no sense: the broker sends no more jobs than that. A handler
+    /// that failed keeps its place until a hand-off slot is free for its job, see
+    /// [`Settings::hand_offs`].
     pub fn concurrency(mut self, handlers: usize) -> Self {
         self.concurrency = Some(handlers);
         self

@@ -23,7 +23,9 @@ pub enum ErrorKind {
     Connection,
     /// A queue that must be there is not.
     MissingQueue,
-    /// The broker's user lacks a right. The message names it and the pattern that grants it.
+    /// The broker's user lacks a right. The message names it and the queue; while queues are made
+    /// or verified, also the patterns that grant all that a worker needs. A refused login is
+    /// [`Connection`](Self::Connection).
     Permission,
     /// A queue of this name exists with other arguments.
     Inequivalent,

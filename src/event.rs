@@ -43,9 +43,9 @@ pub enum Event {
         job: Job,
         /// The level it is on now, from 1.
         level: u32,
-        /// The lane's delay.
+        /// The lane's delay. It counts from the hand-off's publish, not from the failure.
         delay: Duration,
-        /// When the broker gives it back.
+        /// When the broker gives it back: the publish and the delay.
         due: SystemTime,
         /// How the attempt failed.
         kind: FailureKind,

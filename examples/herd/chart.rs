@@ -1,6 +1,6 @@
 //! Draws the arrivals over time, one panel a layout, all with the same axes.
 
-use std::fmt::Write as _;
+use std::{fmt::Write as _, time::Duration};
 
 use crate::{
     Row,
@@ -10,8 +10,8 @@ use crate::{
 const WIDTH: f64 = 880.0;
 const LEFT: f64 = 74.0;
 const RIGHT: f64 = 28.0;
-/// Above the first panel: the title and the line below it.
-const HEAD: f64 = 88.0;
+/// Above the first panel: the title and the two lines below it.
+const HEAD: f64 = 106.0;
 /// Above each plot: the panel's title.
 const TITLE: f64 = 30.0;
 const PLOT: f64 = 160.0;
@@ -36,6 +36,8 @@ pub(crate) struct Panel {
     /// In each tenth of a second since the first failure.
     counts: Vec<usize>,
     peak: usize,
+    /// From the first failure to the last.
+    failing: Duration,
 }
 
 /// The arrivals in 100 ms if all came evenly over the window.
@@ -46,7 +48,8 @@ pub(crate) fn even(plan: &Plan) -> f64 {
 
 impl Panel {
     pub(crate) fn new(title: String, row: &Row, samples: &[Sample]) -> Self {
-        let first = samples.iter().map(|sample| sample.failed).min();
+        let failed = || samples.iter().map(|sample| sample.failed);
+        let (first, last) = (failed().min(), failed().max());
         let mut counts = Vec::new();
         for sample in samples {
             let since = sample.back - first.unwrap_or(sample.failed);
@@ -66,6 +69,7 @@ impl Panel {
             colour: if row.layout == "lanes" { SPREAD } else { SPIKE },
             counts,
             peak: row.peak_100ms,
+            failing: first.zip(last).map_or(Duration::ZERO, |(first, last)| last - first),
         }
     }
 }
@@ -112,6 +116,11 @@ pub(crate) fn draw(plan: &Plan, panels: &[Panel]) -> String {
     let line = format!(
         "Each is to come back after a random delay between {lo} and {hi} (shaded). Bars: arrivals in each 100 ms."
     );
+    let failing = panels.iter().map(|panel| panel.failing).max().unwrap_or_default();
+    let beyond = format!(
+        "\"At once\" is within {}: so much may the arrivals reach beyond the shade.",
+        seconds((failing.as_secs_f64() * 10.0).ceil() * 100.0)
+    );
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" width=\"{WIDTH}\" \
          height=\"{height}\" role=\"img\" font-family=\"-apple-system, 'Segoe UI', 'Noto Sans', \
@@ -126,6 +135,7 @@ pub(crate) fn draw(plan: &Plan, panels: &[Panel]) -> String {
     );
     text(&mut svg, (28.0, 40.0), ("start", 20, 600), INK, &heading);
     text(&mut svg, (28.0, 64.0), ("start", 13, 400), MUTED, &line);
+    text(&mut svg, (28.0, 82.0), ("start", 13, 400), MUTED, &beyond);
     for (index, panel) in panels.iter().enumerate() {
         let bottom = HEAD + index as f64 * (TITLE + PLOT + GAP) + TITLE + PLOT;
         plot(&mut svg, plan, &axes, panel, bottom);
@@ -193,10 +203,10 @@ fn plot(svg: &mut String, plan: &Plan, axes: &Axes, panel: &Panel, bottom: f64) 
 fn peak_label(svg: &mut String, axes: &Axes, panel: &Panel, bottom: f64) {
     let Some(highest) = panel.counts.iter().copied().max() else { return };
     let bin = panel.counts.iter().position(|&count| count == highest).unwrap_or(0) as f64;
-    let label = format!("peak: {} in any 100 ms", grouped(panel.peak));
-    // Not over the edge of the plot.
-    let x = axes.x(bin + 0.5).clamp(LEFT + 88.0, WIDTH - RIGHT - 88.0);
-    let y = bottom - axes.height(highest as f64) - 8.0;
+    let label = format!("peak: {} in any 100 ms (sliding)", grouped(panel.peak));
+    // Not over the edges of the plot.
+    let x = axes.x(bin + 0.5).clamp(LEFT + 120.0, WIDTH - RIGHT - 120.0);
+    let y = (bottom - axes.height(highest as f64) - 8.0).max(bottom - PLOT + 14.0);
     text(svg, (x, y), ("middle", 13, 600), panel.colour, &label);
 }
 
@@ -239,7 +249,12 @@ fn rule(svg: &mut String, (x1, y1): (f64, f64), (x2, y2): (f64, f64), colour: &s
 /// For those who cannot see it.
 fn description(panels: &[Panel]) -> String {
     let said = panels.iter().map(|panel| {
-        format!("{}: at most {} jobs in 100 ms, {}.", panel.title, grouped(panel.peak), panel.note)
+        format!(
+            "{}: at most {} jobs in any 100 ms, {}.",
+            panel.title,
+            grouped(panel.peak),
+            panel.note
+        )
     });
     said.collect::<Vec<_>>().join(" ")
 }

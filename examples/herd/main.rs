@@ -72,10 +72,7 @@ async fn main() -> ExitCode {
 
 async fn run(arguments: &Arguments) -> Result<()> {
     let Arguments { plan, lanes, json, svg } = arguments;
-    let mut panels = Vec::new();
-    if !json {
-        print_head(plan);
-    }
+    let (mut rows, mut panels) = (Vec::new(), Vec::new());
     for layout in std::iter::once(None).chain(lanes.iter().copied().map(Some)) {
         eprintln!("{}, {} jobs:", name(layout), plan.jobs);
         let samples = match layout {
@@ -84,15 +81,16 @@ async fn run(arguments: &Arguments) -> Result<()> {
         }
         .with_context(|| name(layout))?;
         let row = Row::of(layout, &samples);
-        if *json {
-            println!("{}", serde_json::to_string(&row)?);
-        } else {
-            println!("{row}");
-        }
         panels.push(chart::Panel::new(name(layout), &row, &samples));
+        rows.push(row);
     }
-    if !json {
-        print_foot(plan);
+    // Only now, so that the progress on stderr does not tear the table.
+    if *json {
+        for row in &rows {
+            println!("{}", serde_json::to_string(row)?);
+        }
+    } else {
+        print_table(plan, &rows);
     }
     if let Some(file) = svg {
         std::fs::write(file, chart::draw(plan, &panels))
@@ -110,20 +108,20 @@ fn name(layout: Option<u32>) -> String {
     }
 }
 
-fn print_head(plan: &Plan) {
+fn print_table(plan: &Plan, rows: &[Row]) {
     let (lo, hi) = plan.window_ms();
-    println!("{} jobs fail at once; each is to come back after {lo}..{hi} ms.\n", plan.jobs);
+    println!("\n{} jobs fail at once; each is to come back after {lo}..{hi} ms.\n", plan.jobs);
     println!(
         "{:<9} {:>6} {:>6} {:>12} {:>12} {:>12}",
         "layout", "lanes", "jobs", "correlation", "late p99 ms", "peak 100 ms"
     );
-}
-
-fn print_foot(plan: &Plan) {
+    for row in rows {
+        println!("{row}");
+    }
     println!(
         "\ncorrelation of wanted and real delay: 1 is real jitter, 0 is none (- where all want the \
          same); 99 % came at most \"late p99\" after the wanted time; \"peak\" is the most arrivals \
-         in any 100 ms ({:.0} would be even).",
+         in any 100 ms, a sliding window ({:.0} would be even).",
         chart::even(plan)
     );
 }

@@ -13,6 +13,9 @@ pub(crate) const MAX_DELAY_MS: u64 = 315_360_000_000;
 const MAX_STEPS: u32 = 10_000;
 
 /// Anything that names a level's delay: whole seconds, a `Duration`, or text such as `"1m 30s"`.
+#[diagnostic::on_unimplemented(
+    message = "a level is whole seconds as u64, a Duration, or text such as \"500ms\""
+)]
 pub trait IntoLevel {
     /// The delay, or why the value names none.
     ///
