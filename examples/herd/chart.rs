@@ -11,7 +11,7 @@ const WIDTH: f64 = 880.0;
 const LEFT: f64 = 74.0;
 const RIGHT: f64 = 28.0;
 /// Above the first panel: the title and the two lines below it.
-const HEAD: f64 = 106.0;
+const HEAD: f64 = 100.0;
 /// Above each plot: the panel's title.
 const TITLE: f64 = 30.0;
 const PLOT: f64 = 160.0;
@@ -118,7 +118,7 @@ pub(crate) fn draw(plan: &Plan, panels: &[Panel]) -> String {
     );
     let failing = panels.iter().map(|panel| panel.failing).max().unwrap_or_default();
     let beyond = format!(
-        "\"At once\" is within {}: so much may the arrivals reach beyond the shade.",
+        "They fail within {}, so the last arrivals may lie that far beyond the shade.",
         seconds((failing.as_secs_f64() * 10.0).ceil() * 100.0)
     );
     let mut svg = format!(
@@ -205,7 +205,7 @@ fn peak_label(svg: &mut String, axes: &Axes, panel: &Panel, bottom: f64) {
     let bin = panel.counts.iter().position(|&count| count == highest).unwrap_or(0) as f64;
     let label = format!("peak: {} in any 100 ms (sliding)", grouped(panel.peak));
     // Not over the edges of the plot.
-    let x = axes.x(bin + 0.5).clamp(LEFT + 120.0, WIDTH - RIGHT - 120.0);
+    let x = axes.x(bin + 0.5).clamp(LEFT + 130.0, WIDTH - RIGHT - 130.0);
     let y = (bottom - axes.height(highest as f64) - 8.0).max(bottom - PLOT + 14.0);
     text(svg, (x, y), ("middle", 13, 600), panel.colour, &label);
 }
