@@ -2,7 +2,7 @@
 
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicUsize, Ordering::SeqCst},
     },
     time::Duration,
@@ -17,24 +17,19 @@ use lapin_retry::{
     BuriedReason, Event, Handle, Jitter, Job, Postponed, RetryConsumer, RetryPolicy, busy,
 };
 
-use crate::support::{PATIENCE, Told, WORK, Work, eventually, ours};
+use crate::support::{Attempt, Journal, PATIENCE, WORK, Work, eventually, ours};
 
 const JOBS: usize = 50;
 
-/// What each call of a handler saw of its job.
-type Seen = Arc<Mutex<Vec<FieldTable>>>;
-
 /// A worker whose n-th call says what the n-th letter is: `b`usy, `f`ailed; then done.
-async fn worker(work: &Work, policy: RetryPolicy, script: &'static str) -> (Handle, Told, Seen) {
-    let (told, seen) = (Told::default(), Seen::default());
-    let calls = Arc::clone(&seen);
+async fn worker(work: &Work, policy: RetryPolicy, script: &'static str) -> (Handle, Journal) {
+    let journal = Journal::default();
+    let calls = journal.clone();
     let handle = RetryConsumer::builder(work.url(), WORK)
         .policy(policy)
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler(move |job: Job| {
-            let mut calls = calls.lock().unwrap();
-            let says = script.as_bytes().get(calls.len()).copied();
-            calls.push(job.properties().headers().clone().unwrap_or_default());
+            let says = script.as_bytes().get(calls.begin(&job) - 1).copied();
             async move {
                 match says {
                     Some(b'b') => Err(busy(anyhow!("the lock is taken")).into()),
@@ -46,11 +41,17 @@ async fn worker(work: &Work, policy: RetryPolicy, script: &'static str) -> (Hand
         .start()
         .await
         .unwrap();
-    (handle, told, seen)
+    (handle, journal)
 }
 
 fn one_level() -> RetryPolicy {
     RetryPolicy::new([1]).jitter(Jitter::None)
+}
+
+/// What each call of the handler saw of its job.
+fn headers(journal: &Journal) -> Vec<FieldTable> {
+    let headers = |attempt: Attempt| attempt.job.properties().headers().clone();
+    journal.attempts().into_iter().map(headers).map(Option::unwrap_or_default).collect()
 }
 
 fn number(headers: &FieldTable, name: &str) -> Option<i64> {
@@ -70,11 +71,11 @@ fn in_a_row(event: &Event) -> Option<u32> {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_ladder_of_24_lanes_is_made_by_the_first_busy_job_only() {
     let work = Work::new().await;
-    let (_worker, told, _) = worker(&work, one_level(), "fb").await;
+    let (_worker, journal) = worker(&work, one_level(), "fb").await;
     work.publish(BasicProperties::default(), "").await;
-    told.first("a failure", |event| matches!(event, Event::Retried { .. }).then_some(())).await;
+    journal.first("a failure", |event| matches!(event, Event::Retried { .. }).then_some(())).await;
     assert_eq!(work.queues(), ["buried", "retry.00001s"]);
-    assert_eq!(told.first("busy", in_a_row).await, 1);
+    assert_eq!(journal.first("busy", in_a_row).await, 1);
     let queues = work.queues();
     let ladder: Vec<u64> = queues
         .iter()
@@ -93,11 +94,11 @@ async fn the_ladder_of_24_lanes_is_made_by_the_first_busy_job_only() {
 #[tokio::test(flavor = "multi_thread")]
 async fn busy_is_not_charged_and_counted_in_a_row_until_another_outcome() {
     let work = Work::new().await;
-    let (_worker, told, seen) =
+    let (_worker, journal) =
         worker(&work, RetryPolicy::new([1, 1]).jitter(Jitter::None), "bbfb").await;
     work.publish(BasicProperties::default(), "").await;
-    told.done(1).await;
-    let seen: Vec<_> = seen.lock().unwrap().clone();
+    journal.until_done(1).await;
+    let seen = headers(&journal);
     let counts: Vec<_> = seen
         .iter()
         .map(|headers| (number(headers, "retry-count"), number(headers, "retry-busy-count")))
@@ -108,8 +109,8 @@ async fn busy_is_not_charged_and_counted_in_a_row_until_another_outcome() {
     );
     assert_eq!(seen[1].inner()["retry-error-kind"], AMQPValue::LongString("busy".into()));
     assert_eq!(seen[1].inner()["retry-error"], AMQPValue::LongString("the lock is taken".into()));
-    assert_eq!(told.all(in_a_row), [1, 2, 1]);
-    let windows = told.all(|event| match event {
+    assert_eq!(journal.all(in_a_row), [1, 2, 1]);
+    let windows = journal.all(|event| match event {
         Event::Postponed { delay, why: Postponed::Busy { in_a_row, .. }, .. } => {
             Some((*delay, Duration::from_secs(2 + (1 << in_a_row))))
         }
@@ -123,12 +124,12 @@ async fn busy_is_not_charged_and_counted_in_a_row_until_another_outcome() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_hundred_and_first_busy_in_a_row_is_charged_as_one_failure() {
     let work = Work::new().await;
-    let (_worker, told, seen) = worker(&work, one_level(), "bb").await;
+    let (_worker, journal) = worker(&work, one_level(), "bb").await;
     let count = |n| ("retry-busy-count", AMQPValue::LongLongInt(n));
     work.publish(ours([count(100)]), "").await;
-    assert_eq!(told.first("a new count", in_a_row).await, 1);
-    assert_eq!(told.retried(), [Duration::from_secs(1)]);
-    let seen: Vec<_> = seen.lock().unwrap().clone();
+    assert_eq!(journal.first("a new count", in_a_row).await, 1);
+    assert_eq!(journal.delays(), [Duration::from_secs(1)]);
+    let seen = headers(&journal);
     assert_eq!(number(&seen[1], "retry-count"), Some(1));
     assert_eq!(number(&seen[1], "retry-busy-count"), None, "it starts again");
     assert_eq!(seen[1].inner()["retry-error-kind"], AMQPValue::LongString("busy".into()));
@@ -137,13 +138,13 @@ async fn the_hundred_and_first_busy_in_a_row_is_charged_as_one_failure() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_hundredth_busy_is_not_charged_yet_and_a_charge_after_the_last_level_buries() {
     let work = Work::new().await;
-    let (_worker, told, _) = worker(&work, one_level(), "bb").await;
+    let (_worker, journal) = worker(&work, one_level(), "bb").await;
     let count = |n| ("retry-busy-count", AMQPValue::LongLongInt(n));
     work.publish(ours([count(99)]), "").await;
-    assert_eq!(told.first("busy", in_a_row).await, 100);
-    assert_eq!(told.retried(), []);
+    assert_eq!(journal.first("busy", in_a_row).await, 100);
+    assert_eq!(journal.delays(), []);
     work.publish(ours([count(100), ("retry-count", AMQPValue::LongLongInt(1))]), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
     let buried = work.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["retry-error-kind"], "busy");
     assert_eq!(buried["headers"]["retry-count"], 2);

@@ -2,7 +2,7 @@
 //! queue or right and the remedy.
 
 use crate::support::{
-    BURIED, PATIENCE, QueueType, Scene, Seen, WORK, count, eventually, quick, table, within,
+    BURIED, Journal, PATIENCE, QueueType, Scene, WORK, count, eventually, quick, table, within,
 };
 use lapin_retry::{
     Broker, Declare, Error, ErrorKind, Event, Jitter, Job, Retry, RetryConsumer, RetryPolicy,
@@ -163,10 +163,10 @@ async fn without_the_right_to_read_the_refusal_names_it() {
 async fn the_permissions_of_the_readme_are_enough_to_retry_bury_and_declare_again() {
     let scene = Scene::new(QueueType::Quorum).await;
     let user = scene.vhost.user(CONFIGURE, WRITE, READ);
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(user.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|job: Job| async move {
             anyhow::ensure!(job.retry_count() > 0 && job.body() == b"good", "no");
             Ok(())
@@ -176,9 +176,9 @@ async fn the_permissions_of_the_readme_are_enough_to_retry_bury_and_declare_agai
         .unwrap();
     scene.job("1", table([]), b"good").await;
     scene.job("2", table([]), b"bad").await;
-    seen.is_done("1").await;
+    journal.is_done("1").await;
     assert_eq!(scene.buried(1).await.len(), 1);
-    seen.nothing_broke();
+    journal.nothing_broke();
 
     // Under a running consumer, so that the hand-offs find their queues missing.
     for queue in [BURIED, "work.retry.00000020ms"] {
@@ -190,12 +190,13 @@ async fn the_permissions_of_the_readme_are_enough_to_retry_bury_and_declare_agai
     }
     scene.job("3", table([]), b"good").await;
     scene.job("4", table([]), b"bad").await;
-    seen.is_done("3").await;
+    journal.is_done("3").await;
     eventually("job 4 is buried", PATIENCE, async || {
-        seen.all(|event| {
-            matches!(event, Event::Buried { job, .. } if job.id() == "4").then_some(())
-        })
-        .len()
+        journal
+            .all(|event| {
+                matches!(event, Event::Buried { job, .. } if job.id() == "4").then_some(())
+            })
+            .len()
             == 1
     })
     .await;
@@ -219,10 +220,10 @@ async fn check_works_without_configure_once_the_queues_are_there_and_names_what_
 
     Retry::attach(scene.url(), WORK, quick()).await.unwrap().close().await.unwrap();
     Retry::attach(user.url(), WORK, check.clone()).await.unwrap().close().await.unwrap();
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(user.url(), WORK)
         .settings(check)
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|job: Job| async move {
             anyhow::ensure!(job.retry_count() > 0, "no");
             Ok(())
@@ -230,8 +231,8 @@ async fn check_works_without_configure_once_the_queues_are_there_and_names_what_
         .start()
         .await
         .unwrap();
-    seen.is_done("waiting").await;
-    seen.nothing_broke();
+    journal.is_done("waiting").await;
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 

@@ -32,10 +32,10 @@ async fn odd_are_rejected_later(job: Job) -> anyhow::Result<()> {
 /// Waits until each job was left undecided three times, and checks what must hold meanwhile.
 async fn three_rounds_without_a_confirm(bench: &Bench, publishing: &Proxy, jobs: usize) {
     eventually("three rounds without a confirm", PATIENCE, async || {
-        bench.ledger.undecided() >= 3 * jobs
+        bench.journal.undecided() >= 3 * jobs
     })
     .await;
-    assert_eq!(bench.ledger.handed_off(), BTreeSet::new());
+    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
     bench.unacked(jobs as u64).await;
     assert!(publishing.confirms_swallowed() >= 3 * jobs as u64);
 }
@@ -43,12 +43,12 @@ async fn three_rounds_without_a_confirm(bench: &Bench, publishing: &Proxy, jobs:
 /// All that must hold once every job has been handed off: an ack each, no loss, and no copy that
 /// was not accounted for.
 async fn all_are_handed_off_and_acked(bench: &Bench, ids: &BTreeSet<String>, acking: &Proxy) {
-    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == *ids).await;
+    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == *ids).await;
     eventually("all are acked", PATIENCE, async || acking.acks() == ids.len() as u64).await;
     let mut copies = bench.look(Bench::LANE).await;
     copies.extend(bench.look(Bench::BURIED).await);
     copies.retain(|id| id != FILLING);
-    assert!(copies.len() <= ids.len() + bench.ledger.undecided(), "{} copies", copies.len());
+    assert!(copies.len() <= ids.len() + bench.journal.undecided(), "{} copies", copies.len());
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), *ids);
 }
 
@@ -113,8 +113,8 @@ async fn a_job_whose_lane_refuses_the_copy_stays_unacked_until_the_lane_takes_it
     let connection = connect(&users.url(&bench.vhost.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
-    eventually("it is refused", PATIENCE, async || bench.ledger.refused() >= 3).await;
-    assert_eq!(bench.ledger.undecided(), 0);
+    eventually("it is refused", PATIENCE, async || bench.journal.refused() >= 3).await;
+    assert_eq!(bench.journal.undecided(), 0);
     assert_eq!(users.acks(), 0);
     bench.unacked(1).await;
 
@@ -149,7 +149,7 @@ async fn a_job_whose_lane_is_missing_under_declare_off_waits_until_somebody_make
         matches!(event, Event::HandOffFailed { queue, why, undecided: false, .. }
             if queue == Bench::LANE && why.contains("missing"))
     };
-    eventually("it is returned", PATIENCE, async || bench.ledger.count(says_why) >= 3).await;
+    eventually("it is returned", PATIENCE, async || bench.journal.count(says_why) >= 3).await;
     assert_eq!(users.acks(), 0);
     bench.unacked(1).await;
 
@@ -171,11 +171,11 @@ async fn a_buried_queue_that_went_missing_is_made_again() {
     bench.fill(2).await;
     let channel = bench.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
-    eventually("both are handed off", PATIENCE, async || bench.ledger.handed_off().len() == 2)
+    eventually("both are handed off", PATIENCE, async || bench.journal.handed_off().len() == 2)
         .await;
     assert_eq!(bench.look(Bench::BURIED).await, ["0001"]);
     assert_eq!(bench.vhost.api().queue(Bench::BURIED).unwrap()["type"], "quorum");
-    assert_eq!(bench.ledger.undecided(), 0);
+    assert_eq!(bench.journal.undecided(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -198,7 +198,7 @@ async fn many_hand_offs_are_in_flight_at_a_time() {
     publishing.swallow_confirms(false);
     publishing.cut().await;
     all_are_handed_off_and_acked(&bench, &ids, &users).await;
-    assert_eq!(bench.ledger.undecided(), 64);
+    assert_eq!(bench.journal.undecided(), 64);
     within("close", retry.close()).await.unwrap();
 }
 
@@ -264,6 +264,6 @@ async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for
     eventually("one is in flight", PATIENCE, async || publishing.confirms_swallowed() == 1).await;
     publishing.swallow_confirms(false);
     publishing.cut().await;
-    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
     within("close", retry.close()).await.unwrap();
 }

@@ -1,8 +1,8 @@
 //! A hand-off that fails for long: nothing more is taken, and no job is lost, run twice or dropped.
 
 use crate::{
-    support::{PATIENCE, User, connect, consume, count, eventually, try_publish, within},
-    workshop::{WORK, Workshop, ms, steps},
+    support::{PATIENCE, User, connect, consume, count, eventually, steps, try_publish, within},
+    workshop::{WORK, Workshop, ms},
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Confirmation};
@@ -10,7 +10,7 @@ use lapin_retry::{
     Builder, Event, Handle, Job, PauseKind, Resumed, Retry, RetryConsumer, Settled, reject,
 };
 use serde_json::json;
-use std::{future::IntoFuture, sync::Arc, time::Duration};
+use std::{future::IntoFuture, time::Duration};
 
 const GRACE: Duration = Duration::from_secs(10);
 const LANE: &str = "work.retry.00001s";
@@ -33,13 +33,13 @@ fn consumer(shop: &Workshop, user: &User, concurrency: usize) -> Builder {
 
 /// Every job fails once.
 async fn start(shop: &Workshop, consumer: Builder) -> Handle {
-    let record = Arc::clone(&shop.record);
+    let journal = shop.journal.clone();
     let consumer = consumer.handler(move |job: Job| {
-        let record = Arc::clone(&record);
+        let journal = journal.clone();
         async move {
-            record.call(&job);
+            journal.begin(&job);
             anyhow::ensure!(job.retry_count() > 0, "a failure of its own");
-            record.done(&job);
+            journal.succeed(&job);
             Ok(())
         }
     });
@@ -52,7 +52,7 @@ fn waits(shop: &Workshop) -> Vec<u128> {
         Event::Paused { kind: PauseKind::HandOff, wait, .. } => wait.map(|wait| wait.as_millis()),
         _ => None,
     };
-    shop.record.events().iter().filter_map(wait).collect()
+    shop.journal.all(wait)
 }
 
 async fn until_waits(shop: &Workshop, waited: usize) {
@@ -62,7 +62,7 @@ async fn until_waits(shop: &Workshop, waited: usize) {
 
 fn given_back(shop: &Workshop) -> usize {
     let given_back = |event: &Event| matches!(event, Event::GivenBack { .. });
-    shop.record.events().into_iter().filter(given_back).count()
+    shop.journal.count(given_back)
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -78,17 +78,17 @@ async fn a_hand_off_that_fails_for_long_pauses_the_consumer_and_is_tried_at_each
     assert_eq!(waits(&shop)[..5], [200, 400, 800, 800, 800]);
     let api = shop.vhost.api();
     eventually("no consumer is listed", PATIENCE, async || api.consumers().is_empty()).await;
-    let calls = shop.record.calls().len();
+    let calls = shop.journal.attempted();
     assert!(calls <= 20, "{calls} were prefetched");
     shop.until_ready(100 - u32::try_from(calls).unwrap()).await;
     until_waits(&shop, 8).await;
-    assert_eq!(shop.record.calls().len(), calls, "no handler runs");
+    assert_eq!(shop.journal.attempted(), calls, "no handler runs");
 
     user.allow(".*", ".*", ".*");
     shop.until_done(100).await;
     handle.shutdown(GRACE).await;
     // Once to fail and once to succeed.
-    assert_eq!(shop.record.calls().len(), 200);
+    assert_eq!(shop.journal.attempted(), 200);
     assert_eq!(given_back(&shop), 0);
     shop.is_empty().await;
 }
@@ -104,19 +104,19 @@ async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_wit
     shop.publish(1).await;
     eventually("the job is given back", PATIENCE, async || given_back(&shop) > 0).await;
     shop.until_ready(1).await;
-    let held = shop.record.calls()[0].at.elapsed();
+    let held = shop.journal.attempts()[0].started.elapsed();
     assert!(held >= ms(2500), "{held:?}");
     user.allow(".*", ".*", ".*");
     shop.until_done(1).await;
-    let calls = shop.record.calls();
+    let calls = shop.journal.attempts();
     assert_eq!(calls.len(), 2, "{calls:?}");
-    assert_eq!((calls[0].retry_count, calls[1].retry_count), (0, 1));
+    assert_eq!((calls[0].job.retry_count(), calls[1].job.retry_count()), (0, 1));
     // All is as it was before.
     shop.publish(30).await;
     shop.until_done(30).await;
     handle.shutdown(GRACE).await;
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
-    assert_eq!(shop.record.calls().len(), 2 + 29 * 2 + 2);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.attempted(), 2 + 29 * 2 + 2);
     shop.is_empty().await;
 }
 
@@ -124,11 +124,11 @@ async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_wit
 #[tokio::test(flavor = "multi_thread")]
 async fn a_buried_queue_that_stays_full_costs_one_run_and_no_step_more_than_one() {
     let shop = Workshop::in_an_outage().await;
-    let (user, record) = (worker(&shop), Arc::clone(&shop.record));
+    let (user, journal) = (worker(&shop), shop.journal.clone());
     let consumer = consumer(&shop, &user, 20);
     let consumer = consumer.handler_timeout(ms(500)).consumer_timeout(ms(3000));
     let handle = consumer.handler(move |job: Job| {
-        record.call(&job);
+        journal.begin(&job);
         async { Err(reject(anyhow::anyhow!("no use")).into()) }
     });
     let handle = handle.start().await.unwrap();
@@ -148,9 +148,10 @@ async fn a_buried_queue_that_stays_full_costs_one_run_and_no_step_more_than_one(
         .await;
     shop.publish(1).await;
     within("the end", handle.shutdown(GRACE)).await;
-    let ids: Vec<_> = shop.record.calls().into_iter().map(|call| call.id).collect();
+    let ids: Vec<_> =
+        shop.journal.attempts().into_iter().map(|call| call.job.id().to_owned()).collect();
     assert!(ids == ["0"] || ids == ["0", "0"], "the first, and the one after: {ids:?}");
-    let given_back = shop.record.events().into_iter().filter_map(|event| match event {
+    let given_back = shop.journal.all(|event| match event {
         Event::GivenBack { job, .. } => job.properties().headers().clone(),
         _ => None,
     });
@@ -181,7 +182,7 @@ async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missi
     within("the end", handle.shutdown(GRACE)).await;
     let left = shop.take_all().await;
     assert!(left.len() == 1 && left[0].1 <= 1, "{left:?}");
-    assert_eq!(shop.record.calls().len(), 1);
+    assert_eq!(shop.journal.attempted(), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -237,6 +238,6 @@ async fn in_the_users_own_loop_the_stream_waits_until_the_hand_off_succeeds() {
         let job = within("a job", jobs.next()).await.unwrap().unwrap();
         job.settle(anyhow::Ok(())).await.unwrap();
     }
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     retry.close().await.unwrap();
 }

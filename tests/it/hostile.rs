@@ -2,7 +2,7 @@
 //! done, retried or buried with the right reason; none crashes, blocks or kills a connection.
 
 use crate::support::{
-    BURIED, HEADERS, PATIENCE, QueueType, RawPublisher, Scene, Seen, WORK, count, eventually,
+    BURIED, HEADERS, Journal, PATIENCE, QueueType, RawPublisher, Scene, WORK, count, eventually,
     header, quick, raw_table, short, table, text,
 };
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable};
@@ -90,10 +90,10 @@ fn odd_headers() -> Vec<(String, &'static str, AMQPValue)> {
 }
 
 /// Fails each job but those with the body `good`.
-async fn consumer(scene: &Scene, seen: &Seen) -> Handle {
+async fn consumer(scene: &Scene, journal: &Journal) -> Handle {
     RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|job: Job| async move {
             anyhow::ensure!(job.body() == b"good", "no use");
             Ok(())
@@ -125,10 +125,10 @@ async fn a_failed_job_with_an_odd_header_of_ours_is_buried_with_the_value_as_it_
         scene.job(id, beside_our_queue(name, value.clone()), b"bad").await;
     }
     scene.job("behind", table([]), b"good").await;
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
 
-    seen.is_done("behind").await;
+    journal.is_done("behind").await;
     let buried = scene.buried(odd.len() as u32).await;
 
     for (id, name, value) in &odd {
@@ -137,8 +137,8 @@ async fn a_failed_job_with_an_odd_header_of_ours_is_buried_with_the_value_as_it_
         assert_eq!(header(properties, name), Some(value), "{id}");
         assert_eq!(text(properties, "retry-error").as_deref(), Some("no use"), "{id}");
     }
-    assert!(seen.all(retried).is_empty());
-    seen.nothing_broke();
+    assert!(journal.all(retried).is_empty());
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -150,12 +150,12 @@ async fn a_job_that_succeeds_is_done_whatever_our_headers_on_it_say() {
         scene.job(&id, beside_our_queue(name, value), b"good").await;
         ids.insert(id);
     }
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
-    eventually("all are done", PATIENCE, async || seen.done().len() == ids.len()).await;
-    assert_eq!(seen.done().into_iter().collect::<BTreeSet<_>>(), ids);
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
+    eventually("all are done", PATIENCE, async || journal.done().len() == ids.len()).await;
+    assert_eq!(journal.done().into_iter().collect::<BTreeSet<_>>(), ids);
     assert_eq!(count(&scene.channel, BURIED).await, 0);
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -170,8 +170,8 @@ async fn silly_values_in_headers_that_are_for_people_change_nothing() {
             jobs += 1;
         }
     }
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
 
     let buried = scene.buried(jobs).await;
 
@@ -181,8 +181,8 @@ async fn silly_values_in_headers_that_are_for_people_change_nothing() {
         assert_eq!(header(properties, "retry-count"), Some(&AMQPValue::LongLongInt(3)), "{id}");
         assert_eq!(text(properties, "retry-error").as_deref(), Some("no use"), "{id}");
     }
-    assert_eq!(seen.all(retried).len() as u32, 2 * jobs);
-    seen.nothing_broke();
+    assert_eq!(journal.all(retried).len() as u32, 2 * jobs);
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -205,14 +205,14 @@ async fn a_count_is_believed_in_every_width_that_a_client_may_write() {
         let headers = beside_our_queue("retry-count", value.clone());
         scene.job(&format!("{index}"), headers, b"bad").await;
     }
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
     for (id, message) in scene.buried(one.len() as u32).await {
         let count = header(&message.properties, "retry-count");
         assert_eq!(count, Some(&AMQPValue::LongLongInt(3)), "{id}");
     }
     // One failure was on them already.
-    assert_eq!(seen.all(retried).len(), one.len());
+    assert_eq!(journal.all(retried).len(), one.len());
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -232,8 +232,8 @@ async fn a_retry_count_of_somebody_else_counts_nothing_and_is_kept_under_another
         ]);
         scene.job(&format!("elsewhere/{index}"), elsewhere, b"bad").await;
     }
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
 
     let jobs = 2 * foreign.len() as u32;
     for (id, message) in scene.buried(jobs).await {
@@ -246,7 +246,7 @@ async fn a_retry_count_of_somebody_else_counts_nothing_and_is_kept_under_another
         assert_eq!(text(properties, "retry-queue").as_deref(), Some(WORK), "{id}");
         assert_eq!(header(properties, "retry-exhumed-count"), None, "{id}");
     }
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -285,8 +285,8 @@ async fn a_forged_x_death_or_delivery_count_is_not_sent_back_to_the_broker() {
         ]);
         scene.job(&format!("{index}"), headers, b"bad").await;
     }
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
 
     for (id, message) in scene.buried(forged.len() as u32).await {
         let properties = &message.properties;
@@ -298,8 +298,8 @@ async fn a_forged_x_death_or_delivery_count_is_not_sent_back_to_the_broker() {
         let deliveries = header(properties, "x-delivery-count");
         assert_ne!(deliveries, Some(&AMQPValue::LongLongInt(19)), "{id}");
     }
-    assert_eq!(seen.all(retried).len(), 2 * forged.len(), "each came back twice");
-    seen.nothing_broke();
+    assert_eq!(journal.all(retried).len(), 2 * forged.len(), "each came back twice");
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -320,14 +320,14 @@ async fn headers_that_no_lapin_client_writes_are_read_and_passed_on() {
     ]
     .concat();
     publisher.publish(WORK, HEADERS, &raw_table(&fields), b"bad");
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
-    let (_, reason) = seen.first("it is buried", buried).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
+    let (_, reason) = journal.first("it is buried", buried).await;
     assert_eq!(reason, BuriedReason::Exhausted);
     let message = scene.buried(1).await.into_values().next().unwrap();
     assert_eq!(header(&message.properties, ""), Some(&AMQPValue::Void));
     let longest = header(&message.properties, &"k".repeat(255));
     assert_eq!(longest, Some(&AMQPValue::LongLongInt(-1)));
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }

@@ -1,7 +1,7 @@
 //! Messages that are too large, too many or too strange to fit: bodies, error texts, headers near the
 //! frame's limit. None is lost, and none is in the way of the job behind it.
 
-use crate::support::{QueueType, Scene, Seen, WORK, header, quick, table, text};
+use crate::support::{Journal, QueueType, Scene, WORK, header, quick, table, text};
 use lapin::{
     BasicProperties,
     types::{AMQPValue, FieldTable},
@@ -32,19 +32,19 @@ fn many(number: usize, bytes: usize) -> FieldTable {
 }
 
 /// Fails each job but those with the body `good`.
-async fn consumer(scene: &Scene, seen: &Seen) -> Handle {
-    failing_with(scene, seen, || anyhow::anyhow!("no use")).await
+async fn consumer(scene: &Scene, journal: &Journal) -> Handle {
+    failing_with(scene, journal, || anyhow::anyhow!("no use")).await
 }
 
 async fn failing_with(
     scene: &Scene,
-    seen: &Seen,
+    journal: &Journal,
     error: impl Fn() -> anyhow::Error + Send + Sync + 'static,
 ) -> Handle {
     let error = Arc::new(error);
     RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(move |job: Job| {
             let error = Arc::clone(&error);
             async move { if job.body() == b"good" { Ok(()) } else { Err(error()) } }
@@ -63,10 +63,10 @@ async fn a_body_of_any_size_comes_back_as_it_was() {
         scene.job(&format!("{index}"), table([]), body).await;
     }
     let second = Arc::new(Mutex::new(Vec::new()));
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler({
             let second = Arc::clone(&second);
             move |job: Job| {
@@ -82,7 +82,7 @@ async fn a_body_of_any_size_comes_back_as_it_was() {
         .await
         .unwrap();
     for id in ["0", "1", "2"] {
-        seen.is_done(id).await;
+        journal.is_done(id).await;
     }
     let mut second = std::mem::take(&mut *second.lock().unwrap());
     second.sort();
@@ -90,7 +90,7 @@ async fn a_body_of_any_size_comes_back_as_it_was() {
         assert_eq!(id, format!("{index}"));
         assert!(body == bodies[index], "body {index} has changed");
     }
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -119,10 +119,10 @@ async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
     let pack = BasicProperties::default().with_content_type("application/msgpack".into());
     let deep = vec![0x91; 100_000];
     scene.message(pack.with_message_id("deep pack".into()), &deep).await;
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|job: Job| async move {
             let _: serde_json::Value = job.decode()?;
             Ok(())
@@ -135,7 +135,7 @@ async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
         assert_eq!(text(properties, "buried-reason").as_deref(), Some("undecodable"), "{id}");
         assert_eq!(text(properties, "retry-error-kind").as_deref(), Some("undecodable"), "{id}");
     }
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -144,14 +144,14 @@ async fn an_error_text_of_a_megabyte_is_cut_to_a_kilobyte_between_characters() {
     for offset in 0..4 {
         let scene = Scene::new(QueueType::Classic).await;
         scene.job("1", table([]), b"bad").await;
-        let seen = Seen::default();
+        let journal = Journal::default();
         let long = "a".repeat(offset) + &"𝄞".repeat(1 << 18);
-        let handle = failing_with(&scene, &seen, move || anyhow::anyhow!(long.clone())).await;
+        let handle = failing_with(&scene, &journal, move || anyhow::anyhow!(long.clone())).await;
         let properties = &scene.buried(1).await["1"].properties;
         let error = text(properties, "retry-error").unwrap();
         assert!(error.len() <= 1024 && error.len() > 1000, "{} bytes", error.len());
         assert!(error.trim_start_matches('a').starts_with('𝄞') && error.ends_with('…'));
-        seen.nothing_broke();
+        journal.nothing_broke();
         handle.shutdown(Duration::from_secs(5)).await;
     }
 }
@@ -160,12 +160,12 @@ async fn an_error_text_of_a_megabyte_is_cut_to_a_kilobyte_between_characters() {
 async fn an_error_text_with_control_characters_travels() {
     let scene = Scene::new(QueueType::Quorum).await;
     scene.job("1", table([]), b"bad").await;
-    let seen = Seen::default();
+    let journal = Journal::default();
     let error = "nul \0, escape \u{1b}[31m, newline \r\n, \u{7f}, \u{202e}, \u{fffd}";
-    let handle = failing_with(&scene, &seen, move || anyhow::anyhow!(error)).await;
+    let handle = failing_with(&scene, &journal, move || anyhow::anyhow!(error)).await;
     let properties = &scene.buried(1).await["1"].properties;
     assert_eq!(text(properties, "retry-error").as_deref(), Some(error));
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -185,8 +185,8 @@ impl std::error::Error for Unspeakable {}
 async fn an_error_that_panics_when_it_is_written_fails_its_job_like_any_other() {
     let scene = Scene::new(QueueType::Quorum).await;
     scene.job("1", table([]), b"bad").await;
-    let seen = Seen::default();
-    let handle = failing_with(&scene, &seen, || Unspeakable.into()).await;
+    let journal = Journal::default();
+    let handle = failing_with(&scene, &journal, || Unspeakable.into()).await;
     let properties = &scene.buried(1).await["1"].properties;
     assert_eq!(text(properties, "buried-reason").as_deref(), Some("exhausted"));
     assert!(text(properties, "retry-error").unwrap().contains("panicked"));
@@ -199,15 +199,15 @@ async fn thousands_of_headers_come_back_as_they_were() {
     let headers = many(4_000, 100_000);
     scene.job("many", headers.clone(), b"bad").await;
     scene.job("behind", table([]), b"good").await;
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
-    seen.is_done("behind").await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
+    journal.is_done("behind").await;
     let properties = &scene.buried(1).await["many"].properties;
     assert_eq!(text(properties, "buried-reason").as_deref(), Some("exhausted"));
     for (name, value) in headers.inner() {
         assert_eq!(header(properties, name.as_str()), Some(value));
     }
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -220,9 +220,9 @@ async fn headers_that_leave_no_room_are_dropped_largest_first_and_listed() {
     // Of equal size, so that hundreds have to go.
     scene.job("many", many(5_000, FRAME - 10), b"bad").await;
     scene.job("behind", table([]), b"good").await;
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
-    seen.is_done("behind").await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
+    journal.is_done("behind").await;
 
     let buried = scene.buried(2).await;
 
@@ -242,7 +242,7 @@ async fn headers_that_leave_no_room_are_dropped_largest_first_and_listed() {
     assert!(header(many, "user-00000").is_some());
     let left = many.headers().as_ref().unwrap().inner().len();
     assert!(left > 4_000, "{left} of 5,000 are left");
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -253,13 +253,13 @@ async fn an_odd_value_of_ours_outlives_larger_foreign_headers() {
     headers.insert("retry-queue".into(), long_string(WORK));
     headers.insert("retry-count".into(), long_string("abc"));
     scene.job("1", headers, b"bad").await;
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
     let properties = &scene.buried(1).await["1"].properties;
     assert_eq!(text(properties, "buried-reason").as_deref(), Some("too-large"));
     assert_eq!(text(properties, "retry-count").as_deref(), Some("abc"));
     assert!(text(properties, "buried-dropped-headers").unwrap().starts_with("user-00001 ("));
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -269,14 +269,14 @@ async fn headers_just_under_the_limit_make_every_trip_and_those_that_succeed_are
     let scene = Scene::new(QueueType::Quorum).await;
     scene.job("bad", many(1, FRAME - 4_096 - 1_500), b"bad").await;
     scene.job("good", many(1, FRAME - 10), b"good").await;
-    let seen = Seen::default();
-    let handle = consumer(&scene, &seen).await;
-    seen.is_done("good").await;
+    let journal = Journal::default();
+    let handle = consumer(&scene, &journal).await;
+    journal.is_done("good").await;
     let properties = &scene.buried(1).await["bad"].properties;
     assert_eq!(text(properties, "buried-reason").as_deref(), Some("exhausted"));
     assert!(header(properties, "user-00000").is_some());
-    let trips = seen.all(|event| matches!(event, Event::Retried { .. }).then_some(()));
+    let trips = journal.all(|event| matches!(event, Event::Retried { .. }).then_some(()));
     assert_eq!(trips.len(), 2);
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }

@@ -3,7 +3,7 @@
 //! and of the next one. The only cure is more stack, by `RUST_MIN_STACK`.
 
 use crate::support::{
-    HEADERS, QueueType, RawPublisher, Scene, Seen, WORK, header, quick, raw_table, short, text,
+    HEADERS, Journal, QueueType, RawPublisher, Scene, WORK, header, quick, raw_table, short, text,
 };
 use lapin_retry::{Job, RetryConsumer};
 use std::{process::Output, time::Duration};
@@ -39,10 +39,10 @@ fn nested(levels: usize) -> Vec<u8> {
 async fn retried_and_buried() {
     let scene = Scene::new(QueueType::Quorum).await;
     RawPublisher::connect(&scene.url()).publish(WORK, HEADERS, &nested(LEVELS), b"bad");
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|_: Job| async { anyhow::bail!("no use") })
         .start()
         .await
@@ -50,7 +50,7 @@ async fn retried_and_buried() {
     let message = scene.buried(1).await.into_values().next().unwrap();
     assert!(header(&message.properties, "deep").is_some());
     assert!(text(&message.properties, "buried-reason").is_some());
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 

@@ -39,9 +39,9 @@ async fn break_the_publishing_connection(with: impl AsyncFnOnce(&Bench, &Proxy))
     publishing.swallow_confirms(false);
     with(&bench, &publishing).await;
     eventually("all are acked", PATIENCE, async || users.acks() == 600).await;
-    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
     assert_eq!(publishing.opened(), 2, "it is opened again, once");
-    assert_eq!(bench.ledger.undecided(), IN_FLIGHT);
+    assert_eq!(bench.journal.undecided(), IN_FLIGHT);
     let copies = bench.look(Bench::LANE).await;
     assert_eq!(copies.len(), 600 + IN_FLIGHT);
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), ids);
@@ -84,8 +84,8 @@ async fn nothing_is_lost_while_the_publishing_connection_is_cut_again_and_again(
     within("close", retry.close()).await.unwrap();
     let copies = bench.look(Bench::LANE).await;
     let duplicates = copies.len() - ids.len();
-    assert!(duplicates <= bench.ledger.undecided(), "{duplicates} duplicates");
-    assert!(bench.ledger.undecided() <= 5 * 64, "no more than were in flight");
+    assert!(duplicates <= bench.journal.undecided(), "{duplicates} duplicates");
+    assert!(bench.journal.undecided() <= 5 * 64, "no more than were in flight");
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), ids);
 }
 
@@ -101,12 +101,12 @@ async fn many_waiting_hand_offs_do_not_mean_many_tries_to_connect() {
     publishing.cut().await;
     let channel = bench.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 300).await, |_| Err(anyhow!("no")));
-    eventually("hundreds failed", 2 * PATIENCE, async || bench.ledger.refused() >= 400).await;
+    eventually("hundreds failed", 2 * PATIENCE, async || bench.journal.refused() >= 400).await;
     let opened = publishing.opened();
     assert!(opened < 40, "{opened} connections for 400 tries");
 
     publishing.refuse(false);
-    eventually("all are handed off", PATIENCE, async || bench.ledger.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
     within("close", retry.close()).await.unwrap();
 }
 
@@ -152,25 +152,25 @@ async fn break_the_consuming_connection(with: impl AsyncFnOnce(&Bench, &Proxy)) 
         .unwrap();
     eventually("100 are running", PATIENCE, async || runs.total() == 100).await;
     with(&bench, &proxy).await;
-    eventually("the loss is told", PATIENCE, async || bench.ledger.disconnected() > 0).await;
+    eventually("the loss is told", PATIENCE, async || bench.journal.disconnected() > 0).await;
     runs.gate.add_permits(1_000);
 
     eventually("all are settled", 2 * PATIENCE, async || {
-        bench.ledger.done().len() == 150 && bench.ledger.handed_off().len() == 150
+        bench.journal.finished().len() == 150 && bench.journal.handed_off().len() == 150
     })
     .await;
     within("shutdown", handle.shutdown(Duration::from_secs(10))).await;
     assert_eq!(count(&bench.channel, "work").await, 0);
     let in_the_lane = bench.look(Bench::LANE).await;
-    assert!(in_the_lane.len() <= 150 + bench.ledger.possible_duplicates());
+    assert!(in_the_lane.len() <= 150 + bench.journal.possible_duplicates());
     let mut there: BTreeSet<String> = in_the_lane.into_iter().collect();
-    there.extend(bench.ledger.done());
+    there.extend(bench.journal.finished());
     assert_eq!(there, ids);
     // Those that ran when it happened ran again, and no other.
     let begun = runs.begun.lock().unwrap();
     assert_eq!(begun.values().filter(|&&runs| runs == 2).count(), 100);
     assert_eq!(begun.values().filter(|&&runs| runs == 1).count(), 200);
-    assert_eq!(bench.ledger.count(|event| matches!(event, Event::Stale { .. })), 100);
+    assert_eq!(bench.journal.count(|event| matches!(event, Event::Stale { .. })), 100);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -206,7 +206,7 @@ async fn no_job_of_a_consumer_is_lost_or_stuck_while_both_connections_are_cut_ag
         proxy.cut().await;
     }
     eventually("all are settled", 3 * PATIENCE, async || {
-        &bench.ledger.done() | &bench.ledger.handed_off() == ids
+        &bench.journal.finished() | &bench.journal.handed_off() == ids
     })
     .await;
     // Stale acks may still bring some back.
@@ -214,7 +214,7 @@ async fn no_job_of_a_consumer_is_lost_or_stuck_while_both_connections_are_cut_ag
     within("shutdown", handle.shutdown(Duration::from_secs(120))).await;
     bench.holds("work", 0).await;
     let there: BTreeSet<String> = bench.look(Bench::LANE).await.into_iter().collect();
-    assert_eq!(&there | &bench.ledger.done(), ids);
+    assert_eq!(&there | &bench.journal.finished(), ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -227,13 +227,13 @@ async fn a_consumer_comes_back_when_its_deleted_queue_is_declared_again() {
         .start()
         .await
         .unwrap();
-    eventually("the first is done", PATIENCE, async || bench.ledger.done().len() == 1).await;
+    eventually("the first is done", PATIENCE, async || bench.journal.finished().len() == 1).await;
     let work = bench.channel.queue_delete("work".into(), QueueDeleteOptions::default()).await;
     work.expect("deleted");
     // Once cancelled, and more than once not there.
-    eventually("it is missed", PATIENCE, async || bench.ledger.disconnected() >= 3).await;
+    eventually("it is missed", PATIENCE, async || bench.journal.disconnected() >= 3).await;
     declare_work_queue(&bench.channel, "work", QueueType::Quorum).await;
     let ids = bench.fill(20).await;
-    eventually("all are done", PATIENCE, async || bench.ledger.done() == ids).await;
+    eventually("all are done", PATIENCE, async || bench.journal.finished() == ids).await;
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }

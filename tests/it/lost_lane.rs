@@ -33,14 +33,14 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
         tokio::task::yield_now().await;
     }
     let waiting_to_return = bench.vhost.api().queue(Bench::LANE).unwrap()["messages_dlx"].as_u64();
-    let asked = bench.ledger.handed_off().len();
+    let asked = bench.journal.handed_off().len();
     let lane = Bench::LANE.into();
     let deleted = bench.channel.queue_delete(lane, QueueDeleteOptions::default()).await.unwrap();
-    let before = bench.ledger.handed_off();
+    let before = bench.journal.handed_off();
     let meanwhile = before.len() - asked;
 
     eventually("all are settled", LONG, async || users.acks() >= JOBS as u64).await;
-    eventually("all are handed off", LONG, async || bench.ledger.handed_off() == ids).await;
+    eventually("all are handed off", LONG, async || bench.journal.handed_off() == ids).await;
     channel.basic_cancel(tag, BasicCancelOptions::default()).await.unwrap();
     running.await.unwrap();
     retry.close().await.unwrap();
@@ -56,7 +56,7 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
         "deleted after {moment} with {deleted} in it, {meanwhile} handed off meanwhile: {} missing, \
          {late} of them not told of before; {duplicates} duplicates, {} undecided",
         missing.len(),
-        bench.ledger.undecided()
+        bench.journal.undecided()
     );
     println!("{told}");
     // What delete-ok counts is counted when the deletion begins, without what is on its way back;
@@ -65,6 +65,6 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
     assert!(missing.len() <= gone + meanwhile + IN_FLIGHT, "{told}");
     // The event follows the ack, and a hand-off that waits for neither has left its slot.
     assert!(late <= 2 * IN_FLIGHT, "{told}");
-    assert!(duplicates <= bench.ledger.possible_duplicates(), "{told}");
-    assert!(bench.ledger.undecided() <= IN_FLIGHT, "{told}");
+    assert!(duplicates <= bench.journal.possible_duplicates(), "{told}");
+    assert!(bench.journal.undecided() <= IN_FLIGHT, "{told}");
 }

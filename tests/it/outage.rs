@@ -29,14 +29,14 @@ async fn a_job_that_reports_an_outage_comes_back_unharmed() {
     shop.until_done(1).await;
     handle.shutdown(GRACE).await;
 
-    let calls = shop.record.calls();
-    assert_eq!(calls[0].error_kind, None);
+    let calls = shop.journal.attempts();
+    assert_eq!(calls[0].error_kind(), None);
     for call in &calls[1..] {
-        assert_eq!((call.retry_count, call.steps), (0, 0), "{call:?}");
-        assert_eq!(call.error_kind.as_deref(), Some("outage"));
+        assert_eq!((call.job.retry_count(), call.steps()), (0, 0), "{call:?}");
+        assert_eq!(call.error_kind().as_deref(), Some("outage"));
     }
     let returned = |event: &Event| matches!(event, Event::Returned { .. });
-    let returned = shop.record.events().into_iter().filter(returned).count();
+    let returned = shop.journal.count(returned);
     assert_eq!(returned, calls.len() - 1, "each but the last, which succeeded");
     shop.is_empty().await;
 }
@@ -48,7 +48,7 @@ async fn the_waits_double_to_the_longest_each_is_told_and_each_ends_with_one_pro
     let consumer = shop.consumer(ms(100), ms(800)).concurrency(1).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(6).await;
-    let (calls, waits) = (shop.record.calls(), shop.record.waits());
+    let (calls, waits) = (shop.journal.attempts(), shop.journal.waits());
     handle.shutdown(GRACE).await;
 
     let told: Vec<_> = waits.iter().map(Duration::as_millis).collect();
@@ -56,7 +56,7 @@ async fn the_waits_double_to_the_longest_each_is_told_and_each_ends_with_one_pro
     // One call for each wait: the one that began it.
     assert_eq!(calls.len(), waits.len());
     for (pair, wait) in calls.windows(2).zip(&waits) {
-        assert!(pair[1].at - pair[0].at >= *wait, "{wait:?} were told");
+        assert!(pair[1].started - pair[0].started >= *wait, "{wait:?} were told");
     }
 }
 
@@ -73,7 +73,7 @@ async fn ten_minutes_of_outage_cost_the_calls_that_were_running_and_ten() {
     let began = Instant::now();
     shop.provider.open(true);
     tokio::time::sleep_until(began + ms(6000)).await;
-    let costs = shop.record.calls();
+    let costs = shop.journal.attempts();
     shop.provider.set_down(false);
     shop.until_done(1000).await;
     handle.shutdown(GRACE).await;
@@ -81,11 +81,11 @@ async fn ten_minutes_of_outage_cost_the_calls_that_were_running_and_ten() {
     assert!(costs.len() <= RUNNING + 10, "{} calls", costs.len());
     assert!(costs.len() >= RUNNING + 4, "{} calls: no probes", costs.len());
     let mut seen = HashMap::new();
-    for call in shop.record.calls() {
-        assert!(call.steps <= 1, "{call:?}");
+    for call in shop.journal.attempts() {
+        assert!(call.steps() <= 1, "{call:?}");
         // Who reported the outage is delivered as if for the first time.
-        if seen.insert(call.id.clone(), ()).is_some() {
-            assert_eq!((call.steps, call.retry_count), (0, 0), "{call:?}");
+        if seen.insert(call.job.id().to_owned(), ()).is_some() {
+            assert_eq!((call.steps(), call.job.retry_count()), (0, 0), "{call:?}");
         }
     }
     assert_eq!(seen.len(), 1000);
@@ -101,7 +101,8 @@ async fn jobs_that_wait_through_an_outage_come_at_most_one_step_nearer_to_the_de
     shop.until_paused(8).await;
     handle.shutdown(GRACE).await;
 
-    let reported: Vec<_> = shop.record.calls().into_iter().map(|call| call.id).collect();
+    let reported: Vec<_> =
+        shop.journal.attempts().into_iter().map(|call| call.job.id().to_owned()).collect();
     shop.until_ready(200).await;
     let left = shop.take_all().await;
     assert_eq!(left.len(), 200);
@@ -115,24 +116,24 @@ async fn jobs_that_wait_through_an_outage_come_at_most_one_step_nearer_to_the_de
 async fn no_handler_starts_once_an_outage_is_reported() {
     let shop = Workshop::in_an_outage().await;
     shop.publish(500).await;
-    let (record, running) = (Arc::clone(&shop.record), Arc::new(AtomicUsize::new(0)));
+    let (journal, running) = (shop.journal.clone(), Arc::new(AtomicUsize::new(0)));
     let late = Arc::new(Mutex::new(Vec::new()));
     let reported = Arc::new(AtomicUsize::new(usize::MAX));
     let hook = Arc::clone(&reported);
     let mut settings = shop.settings(ms(60_000), ms(60_000));
-    let calls = Arc::clone(&record);
+    let calls = journal.clone();
     settings = settings.on_event(move |event| {
         if let Event::Paused { .. } = event {
-            hook.store(calls.calls().len(), SeqCst);
+            hook.store(calls.attempted(), SeqCst);
         }
     });
     let seen = Arc::clone(&late);
     let consumer = shop.consumer(ms(1), ms(1)).settings(settings).concurrency(50).handler({
         move |job: Job| {
-            let (record, running) = (Arc::clone(&record), Arc::clone(&running));
+            let (journal, running) = (journal.clone(), Arc::clone(&running));
             let (seen, reported) = (Arc::clone(&seen), Arc::clone(&reported));
             async move {
-                let call = record.call(&job);
+                let call = journal.begin(&job);
                 running.fetch_add(1, SeqCst);
                 if reported.load(SeqCst) != usize::MAX {
                     seen.lock().unwrap().push(call);
@@ -164,21 +165,21 @@ async fn one_of_five_is_down(shop: &Workshop, each: usize, consumer: Builder) ->
             shop.publish_job(&format!("{kind}{id}"), properties).await;
         }
     }
-    let (record, provider) = (Arc::clone(&shop.record), Arc::clone(&shop.provider));
+    let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = consumer.handler(move |job: Job| {
-        let (record, provider) = (Arc::clone(&record), Arc::clone(&provider));
+        let (journal, provider) = (journal.clone(), Arc::clone(&provider));
         async move {
-            record.call(&job);
+            journal.begin(&job);
             if job.properties().kind().as_ref().is_some_and(|kind| kind.as_str() == "down") {
                 provider.ask().await?;
             }
-            record.done(&job);
+            journal.succeed(&job);
             Ok(())
         }
     });
     let handle = consumer.start().await.unwrap();
     eventually("the jobs of the other providers are done", 5 * PATIENCE, async || {
-        shop.record.jobs_done() == 4 * each
+        shop.journal.succeeded() == 4 * each
     })
     .await;
     handle
@@ -189,7 +190,7 @@ async fn with_one_of_five_providers_down_the_waits_grow_and_the_others_jobs_get_
     let shop = Workshop::in_an_outage().await;
     let consumer = shop.consumer(ms(600), ms(1200)).concurrency(20);
     let handle = one_of_five_is_down(&shop, 6, consumer).await;
-    let waits: Vec<_> = shop.record.waits().iter().map(Duration::as_millis).collect();
+    let waits: Vec<_> = shop.journal.waits().iter().map(Duration::as_millis).collect();
     shop.provider.set_down(false);
     handle.resume();
     shop.until_done(30).await;
@@ -209,11 +210,11 @@ async fn many_pauses_in_a_row_bring_no_job_to_the_delivery_limit() {
     shop.until_done(250).await;
     handle.shutdown(GRACE).await;
     let duplicated = |event: &Event| matches!(event, Event::Duplicated { .. });
-    let duplicated = shop.record.events().into_iter().filter(duplicated).count();
-    let calls = shop.record.calls();
+    let duplicated = shop.journal.count(duplicated);
+    let calls = shop.journal.attempts();
     for call in &calls {
-        let same: Vec<_> = calls.iter().filter(|other| other.id == call.id).collect();
-        assert!(call.steps <= 1, "{duplicated} duplicated, {same:?}");
+        let same: Vec<_> = calls.iter().filter(|other| other.job.id() == call.job.id()).collect();
+        assert!(call.steps() <= 1, "{duplicated} duplicated, {same:?}");
     }
     shop.is_empty().await;
 }
@@ -229,13 +230,13 @@ async fn a_probe_of_an_empty_queue_waits_for_a_job_and_consuming_resumes() {
     eventually("the job is taken", PATIENCE, async || !shop.take_all().await.is_empty()).await;
     let consumers = async || shop.vhost.api().consumers().len() == 1;
     eventually("the probe waits for a job", PATIENCE, consumers).await;
-    let calls = shop.record.calls().len();
+    let calls = shop.journal.attempted();
     shop.provider.set_down(false);
-    assert!(shop.record.resumed().is_empty());
+    assert!(shop.journal.resumed().is_empty());
     shop.publish(10).await;
     shop.until_done(10).await;
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
-    assert_eq!(shop.record.calls().len(), calls + 10);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.attempted(), calls + 10);
     handle.shutdown(GRACE).await;
     shop.is_empty().await;
 }
@@ -249,20 +250,20 @@ async fn a_healthy_worker_gets_what_a_paused_one_gives_back() {
     shop.until_paused(1).await;
     shop.until_ready(50).await;
     let other = shop.settings(ms(50), ms(50));
-    let record = Arc::clone(&shop.record);
+    let journal = shop.journal.clone();
     let healthy = RetryConsumer::builder(shop.vhost.url(), WORK)
         .settings(other)
         .consumer_tag("healthy")
         .handler(move |job: Job| {
-            let record = Arc::clone(&record);
+            let journal = journal.clone();
             async move {
-                record.done(&job);
+                journal.succeed(&job);
                 Ok(())
             }
         });
     let healthy = healthy.start().await.unwrap();
     shop.until_done(50).await;
-    assert_eq!(shop.record.calls().len(), 1, "the paused worker tried one, and no other");
+    assert_eq!(shop.journal.attempted(), 1, "the paused worker tried one, and no other");
     within("both stop", async { tokio::join!(sick.shutdown(GRACE), healthy.shutdown(GRACE)) })
         .await;
     assert_eq!(count(&shop.channel, WORK).await, 0);
@@ -315,7 +316,7 @@ fn an_outage_leaves_one_line_a_wait_in_the_log_not_one_a_job() {
         shop.provider.set_down(false);
         shop.until_done(300).await;
         handle.shutdown(GRACE).await;
-        shop.record.waits().len()
+        shop.journal.waits().len()
     };
     let waits = runtime.block_on(outage);
     drop(runtime);

@@ -11,7 +11,7 @@ use lapin_retry::{
 };
 use serde_json::Value;
 
-use crate::support::{PATIENCE, Told, WORK, Work, eventually, within};
+use crate::support::{Journal, PATIENCE, WORK, Work, eventually, within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -20,8 +20,8 @@ fn one_level() -> RetryPolicy {
 }
 
 /// The buried jobs by their bodies.
-async fn buried(work: &Work, told: &Told, jobs: u32) -> HashMap<String, Value> {
-    told.buried(jobs as usize).await;
+async fn buried(work: &Work, journal: &Journal, jobs: u32) -> HashMap<String, Value> {
+    journal.until_buried(jobs as usize).await;
     let jobs = work.take_buried(jobs).await;
     jobs.into_iter().map(|job| (job["payload"].as_str().unwrap().to_owned(), job)).collect()
 }
@@ -90,10 +90,10 @@ fn marked(path: &str) -> anyhow::Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_marker_is_found_on_every_path_and_the_error_is_told() {
     let work = Work::new().await;
-    let told = Told::default();
+    let journal = Journal::default();
     let _worker = RetryConsumer::builder(work.url(), WORK)
         .policy(one_level())
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler(|job: Job| async move { marked(std::str::from_utf8(job.body())?) })
         .start()
         .await
@@ -101,14 +101,14 @@ async fn a_marker_is_found_on_every_path_and_the_error_is_told() {
     for (path, _) in PATHS {
         work.publish(BasicProperties::default(), path).await;
     }
-    let buried = buried(&work, &told, PATHS.len() as u32).await;
+    let buried = buried(&work, &journal, PATHS.len() as u32).await;
     for (path, error) in PATHS {
         let headers = &buried[path]["headers"];
         assert_eq!(headers["buried-reason"], "rejected", "{path}");
         assert_eq!(headers["retry-error"], error, "{path}");
         assert_eq!(headers["retry-count"], 0, "{path}: nothing is charged");
     }
-    assert_eq!(told.retried(), []);
+    assert_eq!(journal.delays(), []);
 }
 
 /// An error of the user's own, as `handler_with_error` takes it.
@@ -138,10 +138,10 @@ impl StdError for Failure {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_may_have_an_error_of_its_own_type() {
     let work = Work::new().await;
-    let told = Told::default();
+    let journal = Journal::default();
     let worker = RetryConsumer::builder(work.url(), WORK)
         .policy(one_level())
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .classify(|failure: &Failure| match failure {
             Failure::Io(error) if error.kind() == io::ErrorKind::InvalidData => {
                 Some(Outcome::Undecodable)
@@ -162,35 +162,35 @@ async fn a_handler_may_have_an_error_of_its_own_type() {
     for body in ["marked", "classified", "plain", "good"] {
         work.publish(BasicProperties::default(), body).await;
     }
-    let buried = buried(&work, &told, 3).await;
+    let buried = buried(&work, &journal, 3).await;
     let reason = |body: &str| buried[body]["headers"]["buried-reason"].clone();
     assert_eq!(reason("marked"), "rejected");
     assert_eq!(reason("classified"), "undecodable");
     assert_eq!(reason("plain"), "exhausted");
     assert_eq!(buried["marked"]["headers"]["retry-error"], "failure: no use");
-    told.done(1).await;
+    journal.until_done(1).await;
     worker.shutdown(SECOND).await;
 
     // And one with anyhow's.
-    let told = Told::default();
+    let journal = Journal::default();
     let _worker = RetryConsumer::builder(work.url(), WORK)
         .policy(one_level())
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler_with_error(|_: Job| async move { marked("as context") })
         .start()
         .await
         .unwrap();
     work.publish(BasicProperties::default(), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Rejected]);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Rejected]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
     let work = Work::new().await;
-    let told = Told::default();
+    let journal = Journal::default();
     let _worker = RetryConsumer::builder(work.url(), WORK)
         .policy(one_level())
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler_timeout(SECOND)
         .classify(|error: &io::Error| {
             (error.kind() == io::ErrorKind::NotFound).then_some(Outcome::Reject)
@@ -231,7 +231,7 @@ async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
     for (body, ..) in expected {
         work.publish(BasicProperties::default(), body).await;
     }
-    let buried = buried(&work, &told, expected.len() as u32).await;
+    let buried = buried(&work, &journal, expected.len() as u32).await;
     for (body, reason, kind, count) in expected {
         let headers = &buried[body]["headers"];
         assert_eq!(headers["buried-reason"], reason, "{body}");
@@ -243,10 +243,10 @@ async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
     let work = Work::new().await;
-    let told = Told::default();
+    let journal = Journal::default();
     let _worker = RetryConsumer::builder(work.url(), WORK)
         .policy(one_level())
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler_timeout(SECOND)
         .handler(|job: Job| async move {
             match job.body() {
@@ -262,7 +262,7 @@ async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
         let json = BasicProperties::default().with_content_type("application/json".into());
         work.publish(json, body).await;
     }
-    let buried = buried(&work, &told, 3).await;
+    let buried = buried(&work, &journal, 3).await;
     for (body, kind, reason, error) in [
         ("timeout", "timeout", "exhausted", "the handler was cancelled after 1s"),
         ("panic", "panic", "exhausted", "the handler panicked: on purpose"),
@@ -278,10 +278,10 @@ async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
     let work = Work::new().await;
-    let told = Told::default();
+    let journal = Journal::default();
     let settings = Settings::new(one_level())
         .on_event(|event| panic!("a hook's own fault: {event:?}"))
-        .on_event(told.hook());
+        .on_event(journal.hook());
     let worker = RetryConsumer::builder(work.url(), WORK)
         .settings(settings)
         .handler(|job: Job| async move {
@@ -296,9 +296,9 @@ async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
     for body in ["good", "bad", "good"] {
         work.publish(BasicProperties::default(), body).await;
     }
-    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
-    told.done(2).await;
-    assert_eq!(told.retried(), [SECOND]);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
+    journal.until_done(2).await;
+    assert_eq!(journal.delays(), [SECOND]);
     worker.shutdown(SECOND).await;
     let left = crate::support::count(&work.channel, WORK).await;
     assert_eq!(left, 0, "what was told is settled");
@@ -307,8 +307,8 @@ async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
 #[tokio::test(flavor = "multi_thread")]
 async fn events_that_nobody_reads_are_dropped_and_counted_and_hold_up_no_job() {
     let work = Work::new().await;
-    let told = Told::default();
-    let (settings, mut events) = Settings::new(one_level()).on_event(told.hook()).events(5);
+    let journal = Journal::default();
+    let (settings, mut events) = Settings::new(one_level()).on_event(journal.hook()).events(5);
     let worker = RetryConsumer::builder(work.url(), WORK)
         .settings(settings)
         .handler(|_: Job| async { Ok(()) })
@@ -318,9 +318,9 @@ async fn events_that_nobody_reads_are_dropped_and_counted_and_hold_up_no_job() {
     for _ in 0..20 {
         work.publish(BasicProperties::default(), "").await;
     }
-    told.done(20).await;
+    journal.until_done(20).await;
     // It is told to one hook after the other.
-    let all = || told.all(|_| Some(())).len() as u64;
+    let all = || journal.all(|_| Some(())).len() as u64;
     eventually("the rest is dropped", PATIENCE, async || events.dropped() == all() - 5).await;
     let first = within("an event", events.next()).await;
     assert!(matches!(first, Some(Event::Ready { queues: 2, .. })), "the oldest are kept");

@@ -3,8 +3,8 @@
 //! again dies of it again; `lapin_oversized_headers` pins that. Here: what the two ways in do about it.
 
 use crate::support::{
-    CORRELATION_ID, PATIENCE, QueueType, RawPublisher, Scene, Seen, WORK, connect, consume, count,
-    declare_work_queue, eventually, publish, quick, short, table, within,
+    CORRELATION_ID, Journal, PATIENCE, QueueType, RawPublisher, Scene, WORK, connect, consume,
+    count, declare_work_queue, eventually, publish, quick, short, table, within,
 };
 use futures_util::StreamExt;
 use lapin::{BasicProperties, types::AMQPValue};
@@ -31,10 +31,10 @@ async fn oversized(scene: &Scene) {
     retry.close().await.unwrap();
 }
 
-async fn consumer(broker: &Broker, queue: &str, seen: &Seen) -> lapin_retry::Handle {
+async fn consumer(broker: &Broker, queue: &str, journal: &Journal) -> lapin_retry::Handle {
     RetryConsumer::builder(broker, queue)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(|_| async { Ok(()) })
         .start()
         .await
@@ -48,21 +48,22 @@ fn disconnected(event: &Event) -> Option<(Error, Duration)> {
     }
 }
 
-async fn kept_away(seen: &Seen) -> Error {
-    seen.first("the consumer keeps away", |event| {
-        disconnected(event).filter(|(_, wait)| *wait > LONG).map(|(error, _)| error)
-    })
-    .await
+async fn kept_away(journal: &Journal) -> Error {
+    journal
+        .first("the consumer keeps away", |event| {
+            disconnected(event).filter(|(_, wait)| *wait > LONG).map(|(error, _)| error)
+        })
+        .await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_keeps_away_from_an_oversized_head_and_says_how_to_take_it_out() {
     let scene = Scene::new(QueueType::Quorum).await;
     oversized(&scene).await;
-    let seen = Seen::default();
-    let handle = consumer(&Broker::from(scene.url()), WORK, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&Broker::from(scene.url()), WORK, &journal).await;
 
-    let error = kept_away(&seen).await;
+    let error = kept_away(&journal).await;
 
     assert_eq!(error.kind(), ErrorKind::Unreadable);
     let text = error.to_string();
@@ -72,7 +73,7 @@ async fn a_consumer_keeps_away_from_an_oversized_head_and_says_how_to_take_it_ou
         assert!(text.contains(part), "{text} should contain {part}");
     }
     // Once with the others on the shared connection, once to be sure.
-    assert_eq!(seen.all(disconnected).len(), 2);
+    assert_eq!(journal.all(disconnected).len(), 2);
     // The message is still there, and an operator gets it out.
     eventually("the message is back", PATIENCE, async || count(&scene.channel, WORK).await == 1)
         .await;
@@ -85,9 +86,9 @@ async fn a_head_with_a_property_that_is_not_utf8_is_kept_away_from_as_well() {
     let scene = Scene::new(QueueType::Quorum).await;
     let mut publisher = RawPublisher::connect(&scene.url());
     publisher.publish(WORK, CORRELATION_ID, &short(&[0xFF; 16]), b"job");
-    let seen = Seen::default();
-    let handle = consumer(&Broker::from(scene.url()), WORK, &seen).await;
-    let error = kept_away(&seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&Broker::from(scene.url()), WORK, &journal).await;
+    let error = kept_away(&journal).await;
     assert_eq!(error.kind(), ErrorKind::Unreadable);
     assert!(error.to_string().contains("not UTF-8"), "{error}");
     handle.shutdown(Duration::from_secs(5)).await;
@@ -100,10 +101,10 @@ async fn a_consumer_of_another_queue_on_the_same_broker_is_disturbed_once_and_wo
     oversized(&scene).await;
     declare_work_queue(&scene.channel, "fine", QueueType::Quorum).await;
     let broker = Broker::from(scene.url());
-    let (seen, fine) = (Seen::default(), Seen::default());
+    let (journal, fine) = (Journal::default(), Journal::default());
     let bystander = consumer(&broker, "fine", &fine).await;
-    let handle = consumer(&broker, WORK, &seen).await;
-    kept_away(&seen).await;
+    let handle = consumer(&broker, WORK, &journal).await;
+    kept_away(&journal).await;
 
     let properties = BasicProperties::default().with_message_id("good".into());
     publish(&scene.channel, "", "fine", properties, b"").await;
@@ -127,13 +128,13 @@ async fn jobs_before_an_unreadable_one_are_done_and_those_behind_it_are_left_alo
     }
     oversized(&scene).await;
     scene.job("behind", table([]), b"").await;
-    let seen = Seen::default();
-    let handle = consumer(&Broker::from(scene.url()), WORK, &seen).await;
+    let journal = Journal::default();
+    let handle = consumer(&Broker::from(scene.url()), WORK, &journal).await;
 
-    kept_away(&seen).await;
+    kept_away(&journal).await;
 
     for id in ["a", "b", "c"] {
-        seen.is_done(id).await;
+        journal.is_done(id).await;
     }
     let waiting = async || count(&scene.channel, WORK).await == 2;
     eventually("two messages wait", PATIENCE, waiting).await;

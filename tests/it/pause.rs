@@ -38,11 +38,11 @@ async fn a_paused_consumer_is_not_listed_and_its_jobs_are_ready_while_running_ha
     let shop = Workshop::in_an_outage().await;
     shop.provider.open(false);
     shop.publish(20).await;
-    let (record, provider) = (Arc::clone(&shop.record), Arc::clone(&shop.provider));
+    let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = shop.consumer(LONG, LONG).concurrency(3).handler(move |job: Job| {
-        let (record, provider) = (Arc::clone(&record), Arc::clone(&provider));
+        let (journal, provider) = (journal.clone(), Arc::clone(&provider));
         async move {
-            let call = record.call(&job);
+            let call = journal.begin(&job);
             // The first reports the outage, the second and the third finish later.
             if call == 1 {
                 provider.down.subscribe().wait_for(|down| !down).await?;
@@ -60,14 +60,13 @@ async fn a_paused_consumer_is_not_listed_and_its_jobs_are_ready_while_running_ha
     no_consumer_is_listed(&shop).await;
     shop.provider.open(true);
     let ended = async || {
-        let events = shop.record.events();
-        events.iter().any(|event| matches!(event, Event::Done { .. }))
-            && events.iter().any(|event| matches!(event, Event::Retried { level: 1, .. }))
+        !shop.journal.done().is_empty()
+            && shop.journal.retries().iter().any(|(level, _)| *level == 1)
     };
     eventually("the success is acked and the failure retried", PATIENCE, ended).await;
     // The one that was retried comes back after its level, and waits as the others do.
     shop.until_ready(19).await;
-    assert_eq!(shop.record.calls().len(), 3);
+    assert_eq!(shop.journal.attempted(), 3);
     handle.shutdown(GRACE).await;
     assert_eq!(count(&shop.channel, WORK).await, 19);
 }
@@ -90,14 +89,14 @@ async fn a_pause_by_hand_lasts_until_it_is_resumed_by_hand() {
         Event::Paused { kind, wait, .. } => Some((*kind, *wait)),
         _ => None,
     };
-    let told: Vec<_> = shop.record.events().iter().filter_map(paused).collect();
+    let told: Vec<_> = shop.journal.all(paused);
     assert_eq!(told, [(PauseKind::Manual, None)]);
-    assert_eq!(shop.record.resumed(), [Resumed::ByHand]);
+    assert_eq!(shop.journal.resumed(), [Resumed::ByHand]);
 }
 
 /// All jobs run side by side, so no single one was tried before.
 async fn runs_at_full_speed(shop: &Workshop, jobs: usize) {
-    let before = shop.record.calls().len();
+    let before = shop.journal.attempted();
     shop.provider.set_down(false);
     shop.provider.open(false);
     shop.until_calls(before + jobs).await;
@@ -119,7 +118,7 @@ async fn resume_and_reload_end_a_pause_before_any_other_job_is_tried() {
             _ => handle.reload(shop.settings(LONG, LONG)).await.unwrap(),
         }
         runs_at_full_speed(&shop, 10).await;
-        assert_eq!(shop.record.resumed(), [why]);
+        assert_eq!(shop.journal.resumed(), [why]);
         handle.shutdown(GRACE).await;
         shop.is_empty().await;
     }
@@ -129,22 +128,22 @@ async fn resume_and_reload_end_a_pause_before_any_other_job_is_tried() {
 async fn resume_during_a_probe_needs_not_wait_for_it_and_its_outage_pauses_nothing() {
     let shop = Workshop::in_an_outage().await;
     shop.publish(10).await;
-    let (record, provider) = (Arc::clone(&shop.record), Arc::clone(&shop.provider));
+    let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = shop.consumer(ms(50), ms(50)).concurrency(10).prefetch(10);
     let tried = Provider::new(true);
     let probe = Arc::clone(&tried);
     let first = Arc::new(AtomicUsize::new(0));
     let consumer = consumer.handler(move |job: Job| {
-        let (record, provider) = (Arc::clone(&record), Arc::clone(&provider));
+        let (journal, provider) = (journal.clone(), Arc::clone(&provider));
         let (probe, first) = (Arc::clone(&probe), Arc::clone(&first));
         async move {
-            record.call(&job);
-            if record.waits().is_empty() {
+            journal.begin(&job);
+            if journal.waits().is_empty() {
                 provider.ask().await?;
             } else if first.fetch_add(1, SeqCst) == 0 {
                 probe.ask().await?;
             }
-            record.done(&job);
+            journal.succeed(&job);
             Ok(())
         }
     });
@@ -152,7 +151,7 @@ async fn resume_during_a_probe_needs_not_wait_for_it_and_its_outage_pauses_nothi
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
     eventually("the probe runs", PATIENCE, async || {
-        shop.record.calls().last().is_some_and(|call| call.at.elapsed() > ms(300))
+        shop.journal.attempts().last().is_some_and(|call| call.started.elapsed() > ms(300))
     })
     .await;
     handle.resume();
@@ -160,8 +159,8 @@ async fn resume_during_a_probe_needs_not_wait_for_it_and_its_outage_pauses_nothi
     tried.open(true);
     shop.until_done(10).await;
     handle.shutdown(GRACE).await;
-    assert_eq!(shop.record.waits().len(), 1);
-    assert_eq!(shop.record.resumed(), [Resumed::ByHand]);
+    assert_eq!(shop.journal.waits().len(), 1);
+    assert_eq!(shop.journal.resumed(), [Resumed::ByHand]);
     shop.is_empty().await;
 }
 
@@ -199,7 +198,7 @@ async fn shutdown_works_in_a_pause_and_while_a_probe_waits_for_a_job_or_runs() {
     shop.provider.set_down(false);
     shop.provider.open(true);
     within("the end of a running probe", stopping).await.unwrap();
-    assert_eq!(shop.record.jobs_done(), 1);
+    assert_eq!(shop.journal.succeeded(), 1);
     assert_eq!(count(&shop.channel, WORK).await, 4);
 }
 
@@ -212,7 +211,7 @@ async fn a_probe_that_outlasts_the_grace_is_cut_short_and_given_back() {
     shop.until_paused(1).await;
     shop.provider.open(false);
     eventually("the probe runs", PATIENCE, async || {
-        shop.record.calls().last().is_some_and(|call| call.at.elapsed() > ms(300))
+        shop.journal.attempts().last().is_some_and(|call| call.started.elapsed() > ms(300))
     })
     .await;
     within("the end", handle.shutdown(ms(100))).await;
@@ -224,25 +223,25 @@ async fn a_probe_that_fails_in_any_other_way_ends_the_pause() {
     for how in ["fails", "panics", "times out"] {
         let shop = Workshop::in_an_outage().await;
         shop.publish(10).await;
-        let record = Arc::clone(&shop.record);
+        let journal = shop.journal.clone();
         let consumer = shop.consumer(ms(50), ms(50)).concurrency(1).handler_timeout(ms(100));
         let consumer = consumer.handler(move |job: Job| {
-            let record = Arc::clone(&record);
+            let journal = journal.clone();
             async move {
-                match (record.call(&job), how) {
+                match (journal.begin(&job), how) {
                     (1, _) => return Err(outage(anyhow::anyhow!("down")).into()),
                     (2, "fails") => anyhow::bail!("a failure of its own"),
                     (2, "panics") => panic!("as it is meant to"),
                     (2, _) => std::future::pending().await,
                     _ => {}
                 }
-                record.done(&job);
+                journal.succeed(&job);
                 Ok(())
             }
         });
         let handle = consumer.start().await.unwrap();
         shop.until_done(10).await;
-        assert_eq!((shop.record.waits().len(), shop.record.resumed().len()), (1, 1), "{how}");
+        assert_eq!((shop.journal.waits().len(), shop.journal.resumed().len()), (1, 1), "{how}");
         handle.shutdown(GRACE).await;
         shop.is_empty().await;
     }
@@ -268,10 +267,10 @@ async fn a_delivery_that_is_no_job_to_run_is_no_probe() {
     shop.publish(3).await;
     shop.provider.set_down(false);
     shop.until_done(3).await;
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     handle.shutdown(GRACE).await;
     let buried = |event: &Event| matches!(event, Event::Buried { .. });
-    assert_eq!(shop.record.events().into_iter().filter(buried).count(), 2);
+    assert_eq!(shop.journal.count(buried), 2);
     shop.is_empty().await;
 }
 
@@ -280,17 +279,17 @@ async fn a_probe_needs_no_permit_of_a_handler_that_hangs() {
     let shop = Workshop::in_an_outage().await;
     let hang = BasicProperties::default().with_type("hang".into());
     shop.publish_job("hangs", hang).await;
-    let (record, provider) = (Arc::clone(&shop.record), Arc::clone(&shop.provider));
+    let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = shop.consumer(ms(50), ms(200)).concurrency(2).handler(move |job: Job| {
-        let (record, provider) = (Arc::clone(&record), Arc::clone(&provider));
+        let (journal, provider) = (journal.clone(), Arc::clone(&provider));
         async move {
-            record.call(&job);
+            journal.begin(&job);
             if job.properties().kind().is_some() {
                 provider.gate.subscribe().wait_for(|open| *open).await?;
             } else if *provider.down.borrow() {
                 return Err(outage(anyhow::anyhow!("down")).into());
             }
-            record.done(&job);
+            journal.succeed(&job);
             Ok(())
         }
     });
@@ -322,7 +321,7 @@ async fn a_connection_that_is_cut_in_the_pauses_and_probes_of_an_outage_loses_no
         proxy.cut().await;
     }
     // And while a probe runs.
-    let calls = shop.record.calls().len();
+    let calls = shop.journal.attempted();
     shop.provider.open(false);
     shop.until_calls(calls + 1).await;
     proxy.cut().await;
@@ -350,11 +349,11 @@ async fn a_job_whose_wait_ends_in_the_pause_is_not_run_in_it() {
     shop.until_ready(0).await;
     shop.provider.open(true);
     shop.until_paused(1).await;
-    let calls = shop.record.calls().len();
+    let calls = shop.journal.attempted();
     shop.until_ready(2).await;
     let began = Instant::now();
     eventually("its time has come", PATIENCE, async || began.elapsed() > ms(1200)).await;
-    assert_eq!(shop.record.calls().len(), calls);
+    assert_eq!(shop.journal.attempted(), calls);
     shop.provider.set_down(false);
     handle.resume();
     shop.until_done(2).await;

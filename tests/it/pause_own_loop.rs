@@ -47,20 +47,20 @@ async fn the_stream_waits_then_gives_out_one_job_and_goes_on_when_it_got_through
     assert_eq!(within("the return", returned.into_future()).await, Settled::Returned);
     // It was started before: neither its outage nor its success says anything.
     down(second).await;
-    assert_eq!(shop.record.waits(), [ms(300)]);
+    assert_eq!(shop.journal.waits(), [ms(300)]);
 
     let probe = job(&mut jobs).await;
     assert!(std::time::Instant::now() >= until);
     assert!(tokio::time::timeout(ms(500), jobs.next()).await.is_err(), "one job is tried");
     down(probe).await;
-    assert_eq!(shop.record.waits().len(), 2);
+    assert_eq!(shop.journal.waits().len(), 2);
     let probe = job(&mut jobs).await;
     assert!(jobs.next().now_or_never().is_none());
     done(probe).await;
     for _ in 0..9 {
         done(job(&mut jobs).await).await;
     }
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     retry.close().await.unwrap();
 }
 
@@ -102,7 +102,7 @@ async fn of_several_streams_and_accepts_one_gets_the_probe() {
         assert!(tokio::time::timeout(ms(500), both).await.is_err(), "one job is tried");
         down(probe.expect("a job to run")).await;
     }
-    assert_eq!(shop.record.waits().len(), 6);
+    assert_eq!(shop.journal.waits().len(), 6);
     let probe = within("a probe", retry.accept(delivery)).await.unwrap().unwrap();
     done(probe).await;
     let through = within("a job", retry.accept(second)).await.unwrap().unwrap();
@@ -131,9 +131,9 @@ async fn whoever_goes_away_with_the_right_to_try_a_job_does_not_take_it_along() 
     let probe = job(&mut jobs).await;
     done(probe).await;
     done(job(&mut jobs).await).await;
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     let given_back = |event: &Event| matches!(event, Event::GivenBack { .. });
-    assert_eq!(shop.record.events().into_iter().filter(given_back).count(), 1);
+    assert_eq!(shop.journal.count(given_back), 1);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -155,6 +155,6 @@ async fn a_job_that_the_stream_kept_through_the_pause_is_a_probe_like_any_other(
     let kept = job(&mut jobs).await;
     assert_eq!(kept.id(), "soon");
     done(kept).await;
-    assert_eq!(shop.record.resumed(), [Resumed::GotThrough]);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     done(job(&mut jobs).await).await;
 }

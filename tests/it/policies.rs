@@ -1,10 +1,7 @@
 //! More than one policy for a work queue, other policies while it runs, and jobs that grow too old.
 
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::SeqCst},
-    },
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 
@@ -19,7 +16,7 @@ use lapin_retry::{
 };
 use tokio::sync::Semaphore;
 
-use crate::support::{PATIENCE, Told, WORK, Work, eventually, ours, publish, table};
+use crate::support::{Journal, PATIENCE, WORK, Work, eventually, ours, publish, table};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -27,28 +24,28 @@ fn plain<const N: usize>(seconds: [u64; N]) -> RetryPolicy {
     RetryPolicy::new(seconds).jitter(Jitter::None)
 }
 
-/// A worker whose every call fails, and how often it was called.
-async fn failing(work: &Work, policies: impl Into<Policies>) -> (Handle, Told, Arc<AtomicUsize>) {
-    let (told, calls) = (Told::default(), Arc::new(AtomicUsize::new(0)));
-    let count = Arc::clone(&calls);
+/// A worker whose every call fails.
+async fn failing(work: &Work, policies: impl Into<Policies>) -> (Handle, Journal) {
+    let journal = Journal::default();
+    let calls = journal.clone();
     let handle = RetryConsumer::builder(work.url(), WORK)
         .policies(policies.into())
-        .on_event(told.hook())
-        .handler(move |_: Job| {
-            count.fetch_add(1, SeqCst);
+        .on_event(journal.hook())
+        .handler(move |job: Job| {
+            calls.begin(&job);
             async { Err(anyhow!("no")) }
         })
         .start()
         .await
         .unwrap();
-    (handle, told, calls)
+    (handle, journal)
 }
 
 /// Publishes a job, and tells which lane it is sent to after its failure.
-async fn lane_of(work: &Work, told: &Told, properties: BasicProperties) -> Duration {
-    let before = told.retried().len();
+async fn lane_of(work: &Work, journal: &Journal, properties: BasicProperties) -> Duration {
+    let before = journal.delays().len();
     work.publish(properties, "").await;
-    eventually("it is retried", PATIENCE, async || told.retried().get(before).copied()).await
+    eventually("it is retried", PATIENCE, async || journal.delays().get(before).copied()).await
 }
 
 fn kind(name: &str) -> BasicProperties {
@@ -64,11 +61,11 @@ async fn a_job_gets_the_policy_of_its_type_and_another_the_default() {
     let work = Work::new().await;
     let policies =
         Policies::new(plain([30])).with("sync", plain([40, 50])).with("mail", plain([60, 40]));
-    let (_worker, told, _) = failing(&work, policies).await;
-    assert_eq!(lane_of(&work, &told, kind("sync")).await, 40 * SECOND);
-    assert_eq!(lane_of(&work, &told, kind("mail")).await, 60 * SECOND);
-    assert_eq!(lane_of(&work, &told, kind("unheard-of")).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 30 * SECOND);
+    let (_worker, journal) = failing(&work, policies).await;
+    assert_eq!(lane_of(&work, &journal, kind("sync")).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &journal, kind("mail")).await, 60 * SECOND);
+    assert_eq!(lane_of(&work, &journal, kind("unheard-of")).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 30 * SECOND);
     // The level of 40 s is one lane for both.
     let shared = ["buried", "retry.00030s", "retry.00040s", "retry.00050s", "retry.00060s"];
     assert_eq!(work.queues(), shared);
@@ -77,10 +74,10 @@ async fn a_job_gets_the_policy_of_its_type_and_another_the_default() {
         let count = ("retry-count", AMQPValue::LongLongInt(1));
         ours([count]).with_type(name)
     };
-    assert_eq!(lane_of(&work, &told, second("sync".into())).await, 50 * SECOND);
-    assert_eq!(lane_of(&work, &told, second("mail".into())).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &journal, second("sync".into())).await, 50 * SECOND);
+    assert_eq!(lane_of(&work, &journal, second("mail".into())).await, 40 * SECOND);
     work.publish(second("unheard-of".into()), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -100,13 +97,13 @@ async fn a_policy_by_routing_key_is_chosen_by_the_original_one_also_on_a_retry()
         .with("order.new", plain([1, 2, 40]))
         // What the raw delivery of a retry shows.
         .with(WORK, plain([60, 60, 60]));
-    let (_worker, told, _) = failing(&work, policies).await;
+    let (_worker, journal) = failing(&work, policies).await;
     publish(&work.channel, "shop", "order.new", BasicProperties::default(), b"").await;
-    eventually("the third failure", PATIENCE, async || told.retried().len() == 3).await;
-    assert_eq!(told.retried(), [SECOND, 2 * SECOND, 40 * SECOND]);
+    eventually("the third failure", PATIENCE, async || journal.delays().len() == 3).await;
+    assert_eq!(journal.delays(), [SECOND, 2 * SECOND, 40 * SECOND]);
     publish(&work.channel, "shop", "order.old", BasicProperties::default(), b"").await;
-    eventually("the default", PATIENCE, async || told.retried().len() == 4).await;
-    assert_eq!(told.retried()[3], 30 * SECOND);
+    eventually("the default", PATIENCE, async || journal.delays().len() == 4).await;
+    assert_eq!(journal.delays()[3], 30 * SECOND);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -115,16 +112,16 @@ async fn a_policy_can_be_chosen_by_a_header() {
     let policies = Policies::new(plain([30]))
         .select(Select::Header("tenant".to_owned()))
         .with("blue", plain([40]));
-    let (_worker, told, _) = failing(&work, policies).await;
+    let (_worker, journal) = failing(&work, policies).await;
     let tenant = |value| {
         let headers = table([("tenant", value)]);
         kind("blue").with_headers(headers)
     };
     let text = |text: &str| AMQPValue::LongString(text.into());
-    assert_eq!(lane_of(&work, &told, tenant(text("blue"))).await, 40 * SECOND);
-    assert_eq!(lane_of(&work, &told, tenant(text("red"))).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &told, tenant(AMQPValue::LongLongInt(1))).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &told, kind("blue")).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &journal, tenant(text("blue"))).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &journal, tenant(text("red"))).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &journal, tenant(AMQPValue::LongLongInt(1))).await, 30 * SECOND);
+    assert_eq!(lane_of(&work, &journal, kind("blue")).await, 30 * SECOND);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -146,12 +143,12 @@ async fn policies_of_more_than_200_queues_are_refused_and_make_none() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_old_rules() {
     let work = Work::new().await;
-    let (told, started) = (Told::default(), Arc::new(Semaphore::new(0)));
+    let (journal, started) = (Journal::default(), Arc::new(Semaphore::new(0)));
     let fail = Arc::new(Semaphore::new(0));
     let (start, may_fail) = (Arc::clone(&started), Arc::clone(&fail));
     let worker = RetryConsumer::builder(work.url(), WORK)
         .policy(plain([30]))
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler(move |job: Job| {
             let (start, may_fail) = (Arc::clone(&start), Arc::clone(&may_fail));
             async move {
@@ -170,10 +167,10 @@ async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_ol
 
     worker.reload(plain([40])).await.unwrap();
     assert_eq!(work.queues(), ["buried", "retry.00030s", "retry.00040s"], "made beforehand");
-    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
     fail.add_permits(1);
-    eventually("the slow one fails", PATIENCE, async || told.retried().len() == 2).await;
-    assert_eq!(told.retried()[1], 30 * SECOND, "it came in under the old rules");
+    eventually("the slow one fails", PATIENCE, async || journal.delays().len() == 2).await;
+    assert_eq!(journal.delays()[1], 30 * SECOND, "it came in under the old rules");
 
     // What cannot be is refused, and the rules stay.
     let impossible = [
@@ -184,25 +181,25 @@ async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_ol
     for policies in impossible {
         let refused = worker.reload(policies).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Configuration, "{refused}");
-        assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+        assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
     }
     // So is what the broker does not give.
     work.vhost.api().set_vhost_limit_max_queues(4);
     let refused = worker.reload(RetryPolicy::new([50]).lanes(4)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::QueueLimit, "{refused}");
-    assert_eq!(lane_of(&work, &told, BasicProperties::default()).await, 40 * SECOND);
+    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
     worker.shutdown(SECOND).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_work() {
     let work = Work::new().await;
-    let (told, fail) = (Told::default(), Arc::new(Semaphore::new(0)));
+    let (journal, fail) = (Journal::default(), Arc::new(Semaphore::new(0)));
     let (may_fail, started) = (Arc::clone(&fail), Arc::new(Semaphore::new(0)));
     let start = Arc::clone(&started);
     let worker = RetryConsumer::builder(work.url(), WORK)
         .policy(plain([30]))
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler(move |_: Job| {
             let (may_fail, start) = (Arc::clone(&may_fail), Arc::clone(&start));
             async move {
@@ -219,7 +216,7 @@ async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_wo
     worker.reload(plain([40])).await.unwrap();
     work.channel.queue_delete("work.retry.00030s".into(), Default::default()).await.unwrap();
     fail.add_permits(1);
-    eventually("it is retried", PATIENCE, async || told.retried() == [30 * SECOND]).await;
+    eventually("it is retried", PATIENCE, async || journal.delays() == [30 * SECOND]).await;
     worker.shutdown(SECOND).await;
 }
 
@@ -229,38 +226,38 @@ async fn a_job_whose_next_delay_would_pass_its_policys_age_is_buried_now() {
     let policies = Policies::new(plain([30]).max_age(29 * SECOND))
         .with("young", plain([1, 30]).max_age(29 * SECOND))
         .with("old", plain([30]).max_age(3600 * SECOND));
-    let (_worker, told, calls) = failing(&work, policies).await;
+    let (_worker, journal) = failing(&work, policies).await;
     work.publish(BasicProperties::default(), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Expired]);
-    assert_eq!(calls.load(SeqCst), 1);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Expired]);
+    assert_eq!(journal.attempted(), 1);
     let buried = work.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["buried-reason"], "expired");
     assert_eq!(buried["headers"]["retry-count"], 1);
     assert_eq!(buried["headers"]["retry-error"], "no");
     // One level fits into the age, the next does not.
     work.publish(kind("young"), "").await;
-    assert_eq!(told.buried(2).await[1], BuriedReason::Expired);
-    assert_eq!((told.retried(), calls.load(SeqCst)), (vec![SECOND], 3));
-    assert_eq!(lane_of(&work, &told, kind("old")).await, 30 * SECOND);
+    assert_eq!(journal.until_buried(2).await[1], BuriedReason::Expired);
+    assert_eq!((journal.delays(), journal.attempted()), (vec![SECOND], 3));
+    assert_eq!(lane_of(&work, &journal, kind("old")).await, 30 * SECOND);
     // Half an hour old, and an hour.
     let now = SystemTime::now();
     let aged = |minutes: u32| kind("old").with_timestamp(unix(now - minutes * 60 * SECOND));
-    assert_eq!(lane_of(&work, &told, aged(30)).await, 30 * SECOND);
-    let before = calls.load(SeqCst);
+    assert_eq!(lane_of(&work, &journal, aged(30)).await, 30 * SECOND);
+    let before = journal.attempted();
     work.publish(aged(61), "").await;
-    assert_eq!(told.buried(3).await[2], BuriedReason::Expired);
-    assert_eq!(calls.load(SeqCst), before, "it arrived past its age, and was run");
+    assert_eq!(journal.until_buried(3).await[2], BuriedReason::Expired);
+    assert_eq!(journal.attempted(), before, "it arrived past its age, and was run");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_that_expires_is_buried_when_its_next_delay_would_pass_that() {
     let work = Work::new().await;
-    let (_worker, told, calls) = failing(&work, plain([1, 30])).await;
+    let (_worker, journal) = failing(&work, plain([1, 30])).await;
     let lives = |ms: &str| BasicProperties::default().with_expiration(ms.into());
     // It fits once; the retry has the deadline in place of the expiration.
     work.publish(lives("29000"), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Expired]);
-    assert_eq!((told.retried(), calls.load(SeqCst)), (vec![SECOND], 2));
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Expired]);
+    assert_eq!((journal.delays(), journal.attempted()), (vec![SECOND], 2));
     let buried = work.take_buried(1).await.remove(0);
     assert!(buried["headers"]["retry-deadline"].is_string(), "{buried}");
     assert_eq!(buried["headers"]["retry-count"], 2);
@@ -268,13 +265,13 @@ async fn a_message_that_expires_is_buried_when_its_next_delay_would_pass_that() 
     // Its life began before it was published here.
     let a_minute_ago = unix(SystemTime::now() - 60 * SECOND);
     work.publish(lives("60500").with_timestamp(a_minute_ago), "").await;
-    assert_eq!(told.buried(2).await[1], BuriedReason::Expired);
-    let after_a_run = calls.load(SeqCst);
+    assert_eq!(journal.until_buried(2).await[1], BuriedReason::Expired);
+    let after_a_run = journal.attempted();
     work.publish(lives("30000").with_timestamp(a_minute_ago), "").await;
     let past = humantime::format_rfc3339_millis(SystemTime::now() - SECOND).to_string();
     work.publish(ours([("retry-deadline", AMQPValue::LongString(past.into()))]), "").await;
-    assert_eq!(told.buried(4).await[2..], [BuriedReason::Expired; 2]);
-    assert_eq!(calls.load(SeqCst), after_a_run, "they arrived too late, and were run");
+    assert_eq!(journal.until_buried(4).await[2..], [BuriedReason::Expired; 2]);
+    assert_eq!(journal.attempted(), after_a_run, "they arrived too late, and were run");
     for buried in work.take_buried(3).await {
         assert_eq!(buried["headers"]["buried-reason"], "expired");
         assert_eq!(buried["headers"]["retry-original-routing-key"], WORK);

@@ -1,8 +1,8 @@
 //! A handler that says how long to wait: `retry_after`.
 
 use std::{
-    sync::{Arc, Mutex},
-    time::{Duration, Instant, SystemTime},
+    sync::Arc,
+    time::{Duration, SystemTime},
 };
 
 use anyhow::anyhow;
@@ -13,29 +13,26 @@ use lapin_retry::{
     retry_after,
 };
 
-use crate::support::{PATIENCE, Told, WORK, Work, consume, count, eventually, ours, within};
+use crate::support::{Journal, PATIENCE, WORK, Work, consume, count, eventually, ours, within};
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
 const DAY: Duration = Duration::from_secs(86_400);
-
-/// The calls of a handler: when each began, and the job.
-type Calls = Arc<Mutex<Vec<(Instant, Job)>>>;
 
 /// A worker that asks `say` how long a job is to wait; without an answer the job is done.
 async fn worker(
     work: &Work,
     policy: RetryPolicy,
     say: impl Fn(&Job) -> Option<Duration> + Send + Sync + 'static,
-) -> (Handle, Told, Calls) {
-    let (told, calls) = (Told::default(), Calls::default());
-    let called = Arc::clone(&calls);
+) -> (Handle, Journal) {
+    let journal = Journal::default();
+    let called = journal.clone();
     let say = Arc::new(say);
     let handle = RetryConsumer::builder(work.url(), WORK)
         .policy(policy)
-        .on_event(told.hook())
+        .on_event(journal.hook())
         .handler(move |job: Job| {
-            called.lock().unwrap().push((Instant::now(), job.clone()));
+            called.begin(&job);
             let answer = say(&job);
             async move {
                 match answer {
@@ -47,7 +44,7 @@ async fn worker(
         .start()
         .await
         .unwrap();
-    (handle, told, calls)
+    (handle, journal)
 }
 
 fn without_jitter(levels: &[&str]) -> RetryPolicy {
@@ -82,21 +79,21 @@ async fn a_herd_that_is_told_to_wait_spreads_over_a_quarter_more_and_nothing_is_
     // Lanes of 1062 to 2000 ms in steps of 62.5.
     let policy = RetryPolicy::new([2]).lanes(16);
     let say = move |job: &Job| (job.retry_count() == 0).then_some(wait);
-    let (worker, told, calls) = worker(&work, policy, say).await;
+    let (worker, journal) = worker(&work, policy, say).await;
     for job in 0..40 {
         work.publish(BasicProperties::default().with_message_id(job.to_string().into()), "").await;
     }
-    told.done(40).await;
-    let mut lanes: Vec<u128> = told.retried().iter().map(Duration::as_millis).collect();
+    journal.until_done(40).await;
+    let mut lanes: Vec<u128> = journal.delays().iter().map(Duration::as_millis).collect();
     lanes.sort_unstable();
     lanes.dedup();
     let near = [1500, 1562, 1625, 1687, 1750, 1812, 1875];
     assert!(lanes.iter().all(|lane| near.contains(lane)), "{lanes:?}");
     assert!(lanes.len() >= 4, "a herd on so few lanes: {lanes:?}");
-    let calls = calls.lock().unwrap().clone();
-    for (began, job) in calls.iter().filter(|(_, job)| job.retry_count() == 1) {
-        let first = calls.iter().find(|(_, earlier)| earlier.id() == job.id()).unwrap().0;
-        assert!(*began - first >= wait, "{job:?} is early");
+    let calls = journal.attempts();
+    for again in calls.iter().filter(|call| call.job.retry_count() == 1) {
+        let first = calls.iter().find(|earlier| earlier.job.id() == again.job.id()).unwrap();
+        assert!(again.started - first.started >= wait, "{again:?} is early");
     }
     worker.shutdown(SECOND).await;
 }
@@ -104,15 +101,15 @@ async fn a_herd_that_is_told_to_wait_spreads_over_a_quarter_more_and_nothing_is_
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_lane_nearby_the_first_that_is_not_shorter_is_taken() {
     let work = Work::new().await;
-    let (_worker, told, _) = worker(&work, without_jitter(&["1s", "20s", "40s"]), |job| {
+    let (_worker, journal) = worker(&work, without_jitter(&["1s", "20s", "40s"]), |job| {
         Some(Duration::from_millis(std::str::from_utf8(job.body()).unwrap().parse().unwrap()))
     })
     .await;
     for (wait_ms, lane) in [("0", 1), ("1000", 1), ("1001", 20), ("15000", 20), ("20001", 40)] {
-        let before = told.retried().len();
+        let before = journal.delays().len();
         work.publish(BasicProperties::default(), wait_ms).await;
-        eventually("it is retried", PATIENCE, async || told.retried().len() > before).await;
-        assert_eq!(told.retried()[before], lane * SECOND, "for {wait_ms} ms");
+        eventually("it is retried", PATIENCE, async || journal.delays().len() > before).await;
+        assert_eq!(journal.delays()[before], lane * SECOND, "for {wait_ms} ms");
     }
 }
 
@@ -121,11 +118,13 @@ async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart
     let work = Work::new().await;
     let wait = 12 * SECOND;
     let policy = || without_jitter(&["1s"]);
-    let (first, told, first_calls) = worker(&work, policy(), move |_| Some(wait)).await;
+    let (first, before) = worker(&work, policy(), move |_| Some(wait)).await;
     let now = SystemTime::now();
     work.publish(BasicProperties::default(), "").await;
-    told.first("the first hop", |event| matches!(event, Event::Retried { .. }).then_some(())).await;
-    assert_eq!(told.retried(), [SECOND]);
+    before
+        .first("the first hop", |event| matches!(event, Event::Retried { .. }).then_some(()))
+        .await;
+    assert_eq!(before.delays(), [SECOND]);
     first.shutdown(SECOND).await;
 
     eventually("the first hop ends", PATIENCE, async || count(&work.channel, WORK).await == 1)
@@ -136,64 +135,63 @@ async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart
     assert!(end >= wait && end < wait + 5 * SECOND, "{end:?}");
 
     let say = |job: &Job| (job.retry_count() == 0).then_some(SECOND);
-    let (second, told, calls) = worker(&work, policy(), say).await;
-    told.done(1).await;
-    assert!(told.postponed() >= 1, "it should have hopped on");
-    let calls_of = |calls: &Calls| calls.lock().unwrap().clone();
-    let (first_calls, calls) = (calls_of(&first_calls), calls_of(&calls));
+    let (second, journal) = worker(&work, policy(), say).await;
+    journal.until_done(1).await;
+    assert!(journal.postponed() >= 1, "it should have hopped on");
+    let (first_calls, calls) = (before.attempts(), journal.attempts());
     assert_eq!((first_calls.len(), calls.len()), (1, 1), "called in between");
-    assert_eq!(calls[0].1.retry_count(), 1, "charged once");
-    assert!(calls[0].0 - first_calls[0].0 >= wait, "early");
+    assert_eq!(calls[0].job.retry_count(), 1, "charged once");
+    assert!(calls[0].started - first_calls[0].started >= wait, "early");
     second.shutdown(SECOND).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_time_that_is_reached_is_told_no_longer_and_the_last_level_still_buries() {
     let work = Work::new().await;
-    let (_worker, told, calls) =
+    let (_worker, journal) =
         worker(&work, without_jitter(&["1s"]), |_| Some(2500 * SECOND / 1000)).await;
     work.publish(BasicProperties::default(), "").await;
-    assert_eq!(told.buried(1).await, [BuriedReason::Exhausted]);
+    assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
     let buried = work.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["retry-count"], 2);
     assert_eq!(buried["headers"]["buried-reason"], "exhausted");
     assert!(buried["headers"].get("retry-not-before").is_none(), "{buried}");
-    let calls = calls.lock().unwrap().clone();
+    let calls = journal.attempts();
     let header = |job: &Job| {
         let headers = job.properties().headers().clone().unwrap_or_default();
         headers.contains_key("retry-not-before")
     };
     assert_eq!(calls.len(), 2);
-    assert!(!header(&calls[0].1) && header(&calls[1].1), "{calls:?}");
+    assert!(!header(&calls[0].job) && header(&calls[1].job), "{calls:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_whose_clocks_differ_by_two_seconds_do_not_loop() {
     let work = Work::new().await;
-    let (_worker, told, calls) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), |_| None).await;
     // Its time has come by the clock of a worker that is 2 s ahead of this one.
     let end = in_the_future(2 * SECOND);
     work.publish(ours([one(), not_before(end)]), "ahead").await;
-    told.done(1).await;
+    journal.until_done(1).await;
     assert!(SystemTime::now() >= end, "this worker's own clock decides");
-    assert!(told.postponed() <= 2, "{} hops", told.postponed());
+    assert!(journal.postponed() <= 2, "{} hops", journal.postponed());
     // And by that of one that is 2 s behind it came too late.
-    let before = told.postponed();
+    let before = journal.postponed();
     work.publish(ours([one(), not_before(SystemTime::now() - 2 * SECOND)]), "behind").await;
-    told.done(2).await;
-    assert_eq!(told.postponed(), before);
-    assert!(calls.lock().unwrap().iter().all(|(_, job)| job.retry_count() == 1));
+    journal.until_done(2).await;
+    assert_eq!(journal.postponed(), before);
+    assert!(journal.attempts().iter().all(|call| call.job.retry_count() == 1));
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_use() {
     let work = Work::new().await;
-    let (_worker, told, calls) = worker(&work, without_jitter(&["1s", "2s", "4s"]), |job| {
+    let (_worker, journal) = worker(&work, without_jitter(&["1s", "2s", "4s"]), |job| {
         (job.body() == b"a day").then_some(DAY)
     })
     .await;
     work.publish(BasicProperties::default(), "done at once").await;
-    told.done(1).await;
+    journal.until_done(1).await;
     let from_the_start = ["buried", "retry.00001s", "retry.00002s", "retry.00004s"];
     assert_eq!(work.queues(), from_the_start);
 
@@ -214,7 +212,7 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
     assert_eq!(lane["arguments"]["x-dead-letter-routing-key"], WORK);
 
     // The later hops, each as it would arrive.
-    let calls_so_far = calls.lock().unwrap().len();
+    let calls_so_far = journal.attempted();
     for (left, lane) in [
         (6 * HOUR + 120 * SECOND, "retry.hold.21600000ms"),
         (4 * HOUR, "retry.hold.03600000ms"),
@@ -229,18 +227,18 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
         assert!(apart(&held["headers"]["retry-not-before"], end) < Duration::from_millis(2));
         assert_eq!(held["headers"]["retry-count"], 1);
     }
-    assert_eq!(calls.lock().unwrap().len(), calls_so_far, "the handler was called in between");
+    assert_eq!(journal.attempted(), calls_so_far, "the handler was called in between");
     // The end of it fits into a lane of the policy's own.
     let end = in_the_future(3500 * SECOND / 1000);
     work.publish(ours([one(), not_before(end)]), "done at last").await;
-    told.done(2).await;
+    journal.until_done(2).await;
     assert!(SystemTime::now() >= end, "early");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
     let work = Work::new().await;
-    let (_worker, told, _) = worker(&work, without_jitter(&["1s"]), |job| match job.body() {
+    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), |job| match job.body() {
         b"11 years" => Some(11 * 365 * DAY),
         // 10,220 hops of 6 h.
         b"7 years" => Some(7 * 365 * DAY),
@@ -251,7 +249,7 @@ async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
     for body in ["11 years", "7 years", "ever"] {
         work.publish(BasicProperties::default(), body).await;
     }
-    assert_eq!(told.buried(3).await, [BuriedReason::InvalidHeaders; 3]);
+    assert_eq!(journal.until_buried(3).await, [BuriedReason::InvalidHeaders; 3]);
     for buried in work.take_buried(3).await {
         assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
         assert_eq!(buried["headers"]["retry-error"], "too many requests");
@@ -264,7 +262,7 @@ async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
 async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_once_it_fails() {
     let work = Work::new().await;
     let soon = |job: &Job| (job.body() == b"fails").then_some(Duration::from_secs(1));
-    let (_worker, told, calls) = worker(&work, without_jitter(&["1s"]), soon).await;
+    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), soon).await;
     let text = |text: &str| AMQPValue::LongString(text.into());
     for (forged, kept, body) in [
         (text("9999-12-31T23:59:59Z"), serde_json::json!("9999-12-31T23:59:59.000Z"), ""),
@@ -272,18 +270,18 @@ async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_on
         (AMQPValue::LongLongInt(5), serde_json::json!(5), "fails"),
         (AMQPValue::Boolean(true), serde_json::json!(true), "fails"),
     ] {
-        let before = told.buried(0).await.len();
+        let before = journal.until_buried(0).await.len();
         work.publish(ours([one(), ("retry-not-before", forged)]), body).await;
-        assert_eq!(told.buried(before + 1).await[before], BuriedReason::InvalidHeaders);
+        assert_eq!(journal.until_buried(before + 1).await[before], BuriedReason::InvalidHeaders);
         let buried = work.take_buried(1).await.remove(0);
         assert_eq!(buried["headers"]["retry-not-before"], kept);
         assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
     }
-    assert_eq!(calls.lock().unwrap().len(), 3, "the one out of reach was not run");
+    assert_eq!(journal.attempted(), 3, "the one out of reach was not run");
     // It means something beside our own `retry-queue` only.
     let foreign = crate::support::table([not_before(in_the_future(DAY))]);
     work.publish(BasicProperties::default().with_headers(foreign), "").await;
-    told.done(1).await;
+    journal.until_done(1).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -295,16 +293,16 @@ async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
     };
 
     let work = Work::new().await;
-    let (worker, told, _) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    let (worker, journal) = worker(&work, without_jitter(&["1s"]), |_| None).await;
     let (end, job) = forged();
     work.publish(job, "").await;
-    told.done(1).await;
+    journal.until_done(1).await;
     assert!(SystemTime::now() >= end, "early, with a handler");
-    assert_eq!(told.postponed(), 0);
+    assert_eq!(journal.postponed(), 0);
     worker.shutdown(SECOND).await;
 
-    let told = Told::default();
-    let settings = Settings::new(without_jitter(&["1s"])).on_event(told.hook());
+    let journal = Journal::default();
+    let settings = Settings::new(without_jitter(&["1s"])).on_event(journal.hook());
     let retry = Retry::attach(work.url(), WORK, settings).await.unwrap();
     let consumer = consume(&work.channel, WORK, 10).await;
     let mut jobs = retry.jobs(consumer);
@@ -326,6 +324,6 @@ async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
     let job = within("the wait", retry.accept(delivery)).await.unwrap().expect("a job to run");
     assert!(SystemTime::now() >= end, "early, by accept");
     job.settle(anyhow::Ok(())).await.unwrap().await;
-    assert_eq!(told.postponed(), 0);
+    assert_eq!(journal.postponed(), 0);
     retry.close().await.unwrap();
 }

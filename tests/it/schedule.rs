@@ -128,7 +128,7 @@ async fn one_jitter(
             let (lo, hi) = window(jitter, LEVELS_MS[before]);
             let window = Duration::from_millis(lo)..=Duration::from_millis(hi);
             assert!(window.contains(&delay), "{queue} {id}: {delay:?} at level {level}");
-            let waited = next.started - failed.ended;
+            let waited = next.started - failed.ended.unwrap();
             assert!(waited >= delay, "{queue} {id}: {waited:?} is earlier than {delay:?}");
             assert!(waited <= delay + LATE, "{queue} {id}: {waited:?} instead of {delay:?}");
         }

@@ -23,20 +23,20 @@ async fn close_waits_for_the_hand_offs_that_were_begun() {
     publishing.swallow_confirms(true);
     let channel = bench.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 50).await, |_| Err(anyhow!("no")));
-    eventually("all are undecided", PATIENCE, async || bench.ledger.undecided() >= 50).await;
+    eventually("all are undecided", PATIENCE, async || bench.journal.undecided() >= 50).await;
 
     let closing = tokio::spawn(retry.close());
-    let undecided = bench.ledger.undecided();
+    let undecided = bench.journal.undecided();
     eventually("they are tried again", PATIENCE, async || {
-        bench.ledger.undecided() >= undecided + 50
+        bench.journal.undecided() >= undecided + 50
     })
     .await;
     assert!(!closing.is_finished());
-    assert_eq!(bench.ledger.handed_off(), BTreeSet::new());
+    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
 
     publishing.swallow_confirms(false);
     within("close", closing).await.unwrap().unwrap();
-    assert_eq!(bench.ledger.handed_off(), ids);
+    assert_eq!(bench.journal.handed_off(), ids);
     channel.close(200, "done".into()).await.unwrap();
     bench.holds("work", 0).await;
 }
@@ -57,7 +57,7 @@ async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_l
         let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
         settling.push(tokio::spawn(job.settle(Err(anyhow!("no")))));
     }
-    eventually("a try failed", PATIENCE, async || bench.ledger.undecided() > 0).await;
+    eventually("a try failed", PATIENCE, async || bench.journal.undecided() > 0).await;
 
     let begun = Instant::now();
     let closed = tokio::time::timeout(Duration::from_secs(60), retry.close()).await;
@@ -67,14 +67,14 @@ async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_l
     channel.close(200, "done".into()).await.unwrap();
     bench.holds("work", 100).await;
     // Nothing goes on after it.
-    let tries = bench.ledger.undecided();
+    let tries = bench.journal.undecided();
     publishing.swallow_confirms(false);
     for settle in settling {
         let receipt = within("settle", settle).await.unwrap().unwrap();
         within("its receipt", receipt.into_future()).await;
     }
-    assert_eq!(bench.ledger.handed_off(), BTreeSet::new());
-    assert!(bench.ledger.undecided() <= tries + 4);
+    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
+    assert!(bench.journal.undecided() <= tries + 4);
 }
 
 /// A consumer whose handlers wait at a gate, and which jobs were begun.
@@ -137,14 +137,14 @@ async fn a_shutdown_finishes_running_jobs_and_gives_waiting_ones_to_another_cons
     worker.gate.add_permits(10);
     within("shutdown", shutdown).await.unwrap();
 
-    let mut here = bench.ledger.done();
-    here.extend(bench.ledger.handed_off());
+    let mut here = bench.journal.finished();
+    here.extend(bench.journal.handed_off());
     let begun = worker.begun();
     assert_eq!(begun.len(), 10, "none was begun after");
     assert_eq!(begun.into_iter().collect::<BTreeSet<_>>(), here);
     assert!(here.is_disjoint(&elsewhere));
     assert_eq!(&here | &elsewhere, ids);
-    assert_eq!(bench.look(Bench::LANE).await.len(), bench.ledger.handed_off().len());
+    assert_eq!(bench.look(Bench::LANE).await.len(), bench.journal.handed_off().len());
     other.close(200, "done".into()).await.unwrap();
     bench.holds("work", 0).await;
 }
@@ -159,8 +159,8 @@ async fn a_shutdown_cuts_what_outlasts_its_grace_and_gives_it_back() {
     bench.holds("work", 60).await;
     assert_eq!(bench.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
     let given_back = |event: &Event| matches!(event, Event::GivenBack { .. });
-    assert_eq!(bench.ledger.count(given_back), 10);
-    assert_eq!(bench.ledger.done().len() + bench.ledger.handed_off().len(), 0);
+    assert_eq!(bench.journal.count(given_back), 10);
+    assert_eq!(bench.journal.finished().len() + bench.journal.handed_off().len(), 0);
     within("a second one", worker.handle.shutdown(Duration::ZERO)).await;
 }
 
@@ -179,10 +179,10 @@ async fn a_shutdown_ends_though_no_hand_off_succeeds_and_nothing_is_lost() {
         .start()
         .await
         .unwrap();
-    eventually("a try failed", PATIENCE, async || bench.ledger.undecided() > 0).await;
+    eventually("a try failed", PATIENCE, async || bench.journal.undecided() > 0).await;
     // The grace, 5 s for the hand-offs, a confirm timeout: far from 60 jobs' turns at two slots.
     within("shutdown", handle.shutdown(Duration::from_secs(1))).await;
-    assert_eq!(bench.ledger.handed_off(), BTreeSet::new());
+    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
     bench.holds("work", 60).await;
     assert_eq!(bench.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
 }

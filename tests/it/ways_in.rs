@@ -1,7 +1,7 @@
 //! The two ways in: the user's own loop, and a handler that we call.
 
 use crate::support::{
-    BURIED, PATIENCE, QueueType, Scene, Seen, WORK, connect, consume, count, declare_work_queue,
+    BURIED, Journal, PATIENCE, QueueType, Scene, WORK, connect, consume, count, declare_work_queue,
     eventually, next, quick, table, text, within,
 };
 use futures_util::StreamExt;
@@ -27,19 +27,19 @@ struct Loop {
     retry: Retry,
     jobs: Jobs,
     channel: Channel,
-    seen: Seen,
+    journal: Journal,
     _connection: Connection,
 }
 
 impl Loop {
     async fn start(scene: &Scene) -> Self {
-        let seen = Seen::default();
-        let settings = Settings::new(quick()).on_event(seen.hook());
+        let journal = Journal::default();
+        let settings = Settings::new(quick()).on_event(journal.hook());
         let retry = Retry::attach(scene.url(), WORK, settings).await.unwrap();
         let connection = connect(&scene.url()).await;
         let channel = connection.create_channel().await.unwrap();
         let jobs = retry.jobs(consume(&channel, WORK, 10).await);
-        Self { retry, jobs, channel, seen, _connection: connection }
+        Self { retry, jobs, channel, journal, _connection: connection }
     }
 
     async fn next(&mut self) -> UnsettledJob {
@@ -82,7 +82,7 @@ async fn the_receipt_of_a_job_from_the_stream_says_what_became_of_it() {
     let buried = scene.buried(2).await;
     let reason = |id: &str| text(&buried[id].properties, "buried-reason").unwrap();
     assert_eq!((reason("rejected"), reason("failed")), ("rejected".into(), "exhausted".into()));
-    user.seen.nothing_broke();
+    user.journal.nothing_broke();
     user.retry.close().await.unwrap();
 }
 
@@ -128,7 +128,7 @@ async fn a_job_that_is_dropped_goes_back_and_to_another_consumer() {
 
     let delivery = next(&mut other).await;
     assert_eq!(delivery.data, b"job");
-    let why = user.seen.first("it is given back", |event| match event {
+    let why = user.journal.first("it is given back", |event| match event {
         Event::GivenBack { job, why, .. } if job.id() == "1" => Some(*why),
         _ => None,
     });
@@ -177,7 +177,7 @@ async fn what_was_buffered_when_the_channel_died_is_not_run() {
     user.channel.basic_qos(20, lapin::options::BasicQosOptions::default()).await.unwrap();
     user.channel.close(200, "done".into()).await.unwrap();
     user.ends().await;
-    let stale = user.seen.all(|event| match event {
+    let stale = user.journal.all(|event| match event {
         Event::Stale { job, .. } => Some(job.id().to_owned()),
         _ => None,
     });
@@ -213,10 +213,10 @@ impl Drop for Bomb {
 #[tokio::test(flavor = "multi_thread")]
 async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer() {
     let scene = Scene::new(QueueType::Quorum).await;
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler_timeout(Duration::from_millis(300))
         .handler(|job: Job| {
             assert!(job.body() != b"sync", "before the future");
@@ -247,7 +247,7 @@ async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer()
         scene.job(body, table([]), body.as_bytes()).await;
     }
     scene.job("good", table([]), b"good").await;
-    seen.is_done("good").await;
+    journal.is_done("good").await;
     let buried = scene.buried(expected.len() as u32).await;
     for (id, kind, error) in expected {
         let properties = &buried[id].properties;
@@ -256,7 +256,7 @@ async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer()
         let said = text(properties, "retry-error").unwrap();
         assert!(said.contains(error), "{id}: {said}");
     }
-    seen.nothing_broke();
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
@@ -268,10 +268,10 @@ async fn no_more_handlers_run_than_the_concurrency_allows() {
     }
     let (running, most, gate) =
         (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)), Arc::new(Semaphore::new(0)));
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .concurrency(3)
         .handler({
             let (running, most, gate) = (running.clone(), most.clone(), gate.clone());
@@ -291,7 +291,7 @@ async fn no_more_handlers_run_than_the_concurrency_allows() {
     eventually("three run", PATIENCE, async || running.load(SeqCst) >= 3).await;
     eventually("all are here", PATIENCE, async || count(&scene.channel, WORK).await == 0).await;
     gate.add_permits(12);
-    eventually("all are done", PATIENCE, async || seen.done().len() == 12).await;
+    eventually("all are done", PATIENCE, async || journal.done().len() == 12).await;
     assert_eq!(most.load(SeqCst), 3);
     handle.shutdown(Duration::from_secs(5)).await;
 }
@@ -357,10 +357,10 @@ async fn bodies_are_decoded_by_their_content_type_at_every_attempt() {
         let properties = BasicProperties::default().with_message_id(content_type.into());
         scene.message(properties.with_content_type(content_type.into()), &body).await;
     }
-    let seen = Seen::default();
+    let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
-        .on_event(seen.hook())
+        .on_event(journal.hook())
         .handler(move |job: Job| async move {
             anyhow::ensure!(job.decode::<Order>()? == order(), "another order");
             anyhow::ensure!(job.retry_count() == 1, "once more");
@@ -369,8 +369,8 @@ async fn bodies_are_decoded_by_their_content_type_at_every_attempt() {
         .start()
         .await
         .unwrap();
-    seen.is_done("application/json").await;
-    seen.is_done("application/msgpack").await;
-    seen.nothing_broke();
+    journal.is_done("application/json").await;
+    journal.is_done("application/msgpack").await;
+    journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }

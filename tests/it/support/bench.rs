@@ -1,7 +1,7 @@
 //! A work queue of numbered jobs, and a view of every queue that is not the engine's own.
 
 use super::{
-    Ledger, PATIENCE, QueueType, Vhost, confirm_channel, connect, consume, count,
+    Journal, PATIENCE, QueueType, Vhost, confirm_channel, connect, consume, count,
     declare_work_queue, eventually, next,
 };
 use futures_util::StreamExt;
@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 /// A vhost with the quorum queue `work`, seen through a connection that no fault touches.
 #[derive(Debug)]
 pub(crate) struct Bench {
-    pub(crate) ledger: Ledger,
+    pub(crate) journal: Journal,
     pub(crate) connection: Connection,
     /// In confirm mode.
     pub(crate) channel: Channel,
@@ -32,7 +32,7 @@ impl Bench {
         let connection = connect(&vhost.url()).await;
         let channel = confirm_channel(&connection).await;
         declare_work_queue(&channel, "work", QueueType::Quorum).await;
-        Self { ledger: Ledger::default(), connection, channel, vhost }
+        Self { journal: Journal::default(), connection, channel, vhost }
     }
 
     /// One lane, [`Self::LANE`], which nothing leaves while the test runs, and a confirm timeout
@@ -40,7 +40,7 @@ impl Bench {
     pub(crate) fn settings(&self) -> Settings {
         Settings::new(RetryPolicy::new([600]).jitter(Jitter::None))
             .confirm_timeout(Duration::from_secs(1))
-            .on_event(self.ledger.hook())
+            .on_event(self.journal.hook())
     }
 
     /// Publishes jobs `0000`, `0001` and so on, and returns their ids.

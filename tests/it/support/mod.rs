@@ -11,7 +11,6 @@
 mod amqp;
 mod bench;
 mod journal;
-mod ledger;
 mod management;
 mod proxy;
 mod raw;
@@ -25,15 +24,14 @@ pub(crate) use amqp::{
     try_publish,
 };
 pub(crate) use bench::{Bench, settle_all};
-pub(crate) use journal::{Attempt, End, Journal, as_the_body_says};
-pub(crate) use ledger::Ledger;
+pub(crate) use journal::{Attempt, End, Journal, as_the_body_says, steps};
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
-pub(crate) use scene::{BURIED, Scene, Seen, WORK, header, quick, text};
+pub(crate) use scene::{BURIED, Scene, WORK, header, quick, text};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
-pub(crate) use work::{Told, Work, ours};
+pub(crate) use work::{Work, ours};
 
 use lapin::uri::AMQPUri;
 

@@ -1,4 +1,4 @@
-//! A vhost with a work queue `work`, and what a consumer of it tells of itself.
+//! A vhost with a work queue `work`.
 
 use super::{PATIENCE, QueueType, Vhost, confirm_channel, connect, count, declare_work_queue};
 use super::{eventually, publish};
@@ -8,11 +8,8 @@ use lapin::{
     options::BasicGetOptions,
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{Event, Jitter, RetryPolicy};
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex},
-};
+use lapin_retry::{Jitter, RetryPolicy};
+use std::collections::BTreeMap;
 
 pub(crate) const WORK: &str = "work";
 pub(crate) const BURIED: &str = "work.buried";
@@ -83,54 +80,5 @@ pub(crate) fn text(properties: &BasicProperties, name: &str) -> Option<String> {
             Some(std::str::from_utf8(text.as_bytes()).expect("UTF-8").to_owned())
         }
         other => panic!("{name} is no string: {other:?}"),
-    }
-}
-
-/// The events of a consumer, in their order.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Seen(Arc<Mutex<Vec<Event>>>);
-
-impl Seen {
-    pub(crate) fn hook(&self) -> impl Fn(&Event) + Send + Sync + 'static {
-        let seen = self.clone();
-        move |event| seen.0.lock().expect("no panic inside").push(event.clone())
-    }
-
-    /// What `pick` makes of the events it wants.
-    pub(crate) fn all<T>(&self, pick: impl Fn(&Event) -> Option<T>) -> Vec<T> {
-        self.0.lock().expect("no panic inside").iter().filter_map(pick).collect()
-    }
-
-    /// The ids of the jobs that are done.
-    pub(crate) fn done(&self) -> Vec<String> {
-        self.all(|event| match event {
-            Event::Done { job, .. } => Some(job.id().to_owned()),
-            _ => None,
-        })
-    }
-
-    pub(crate) async fn is_done(&self, id: &str) {
-        eventually(&format!("job {id} is done"), PATIENCE, async || {
-            self.done().iter().any(|done| done == id)
-        })
-        .await;
-    }
-
-    /// Waits until `pick` finds something.
-    pub(crate) async fn first<T>(&self, what: &str, pick: impl Fn(&Event) -> Option<T>) -> T {
-        eventually(what, PATIENCE, async || self.all(&pick).pop()).await
-    }
-
-    /// No connection died, no hand-off failed, no job was seen twice.
-    #[track_caller]
-    pub(crate) fn nothing_broke(&self) {
-        let broke = self.all(|event| match event {
-            Event::Disconnected { .. }
-            | Event::HandOffFailed { .. }
-            | Event::Stale { .. }
-            | Event::Duplicated { .. } => Some(event.clone()),
-            _ => None,
-        });
-        assert!(broke.is_empty(), "{broke:?}");
     }
 }

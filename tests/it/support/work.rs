@@ -1,4 +1,4 @@
-//! A work queue to fill, and what a worker tells of its jobs.
+//! A work queue to fill.
 
 use super::{
     PATIENCE, QueueType, Vhost, WORK, confirm_channel, connect, declare_work_queue, eventually,
@@ -7,12 +7,7 @@ use lapin::{
     BasicProperties, Channel, Connection,
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{BuriedReason, Event};
 use serde_json::Value;
-use std::{
-    sync::{Arc, Mutex},
-    time::{Duration, Instant},
-};
 
 /// A vhost with an empty quorum queue [`WORK`].
 pub(crate) struct Work {
@@ -80,75 +75,4 @@ pub(crate) fn ours<const N: usize>(fields: [(&str, AMQPValue); N]) -> BasicPrope
     headers.insert("retry-original-exchange".into(), AMQPValue::LongString("".into()));
     headers.insert("retry-original-routing-key".into(), AMQPValue::LongString(WORK.into()));
     BasicProperties::default().with_headers(headers)
-}
-
-/// All events of one worker, each with the instant at which it was told.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Told(Arc<Mutex<Vec<(Instant, Event)>>>);
-
-impl Told {
-    /// For `on_event`.
-    pub(crate) fn hook(&self) -> impl Fn(&Event) + Send + Sync + 'static {
-        let told = self.clone();
-        move |event| told.lock().push((Instant::now(), event.clone()))
-    }
-
-    /// What `pick` makes of the events so far.
-    pub(crate) fn all<T>(&self, pick: impl Fn(&Event) -> Option<T>) -> Vec<T> {
-        self.lock().iter().filter_map(|(_, event)| pick(event)).collect()
-    }
-
-    /// Waits for the first event of which `pick` makes something.
-    #[track_caller]
-    pub(crate) fn first<T>(
-        &self,
-        what: &str,
-        pick: impl Fn(&Event) -> Option<T>,
-    ) -> impl Future<Output = T> {
-        let told = self.clone();
-        eventually(what, PATIENCE, async move || told.all(&pick).into_iter().next())
-    }
-
-    /// Waits until so many jobs are done.
-    #[track_caller]
-    pub(crate) fn done(&self, jobs: usize) -> impl Future<Output = ()> {
-        let told = self.clone();
-        let what = format!("{jobs} jobs done");
-        async move {
-            eventually(&what, PATIENCE, async || {
-                told.all(|event| matches!(event, Event::Done { .. }).then_some(())).len() >= jobs
-            })
-            .await;
-        }
-    }
-
-    /// The lanes' delays of those that failed and were retried so far.
-    pub(crate) fn retried(&self) -> Vec<Duration> {
-        self.all(|event| match event {
-            Event::Retried { delay, .. } => Some(*delay),
-            _ => None,
-        })
-    }
-
-    /// How many jobs waited so far without being charged.
-    pub(crate) fn postponed(&self) -> usize {
-        self.all(|event| matches!(event, Event::Postponed { .. }).then_some(())).len()
-    }
-
-    /// Waits until so many jobs are buried, and tells why.
-    #[track_caller]
-    pub(crate) fn buried(&self, jobs: usize) -> impl Future<Output = Vec<BuriedReason>> {
-        let told = self.clone();
-        eventually("the burials", PATIENCE, async move || {
-            let buried = told.all(|event| match event {
-                Event::Buried { reason, .. } => Some(*reason),
-                _ => None,
-            });
-            (buried.len() >= jobs).then_some(buried)
-        })
-    }
-
-    fn lock(&self) -> std::sync::MutexGuard<'_, Vec<(Instant, Event)>> {
-        self.0.lock().expect("no panic inside")
-    }
 }
