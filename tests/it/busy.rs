@@ -17,15 +17,15 @@ use lapin_retry::{
     BuriedReason, Event, Handle, Jitter, Job, Postponed, RetryConsumer, RetryPolicy, busy,
 };
 
-use crate::support::{Attempt, Journal, PATIENCE, WORK, Work, eventually, ours};
+use crate::support::{Attempt, Journal, PATIENCE, Scene, WORK, eventually, ours};
 
 const JOBS: usize = 50;
 
 /// A worker whose n-th call says what the n-th letter is: `b`usy, `f`ailed; then done.
-async fn worker(work: &Work, policy: RetryPolicy, script: &'static str) -> (Handle, Journal) {
+async fn worker(scene: &Scene, policy: RetryPolicy, script: &'static str) -> (Handle, Journal) {
     let journal = Journal::default();
     let calls = journal.clone();
-    let handle = RetryConsumer::builder(work.url(), WORK)
+    let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(policy)
         .on_event(journal.hook())
         .handler(move |job: Job| {
@@ -70,13 +70,13 @@ fn in_a_row(event: &Event) -> Option<u32> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_ladder_of_24_lanes_is_made_by_the_first_busy_job_only() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, one_level(), "fb").await;
-    work.publish(BasicProperties::default(), "").await;
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, one_level(), "fb").await;
+    scene.publish(BasicProperties::default(), "").await;
     journal.first("a failure", |event| matches!(event, Event::Retried { .. }).then_some(())).await;
-    assert_eq!(work.queues(), ["buried", "retry.00001s"]);
+    assert_eq!(scene.queues(), ["buried", "retry.00001s"]);
     assert_eq!(journal.first("busy", in_a_row).await, 1);
-    let queues = work.queues();
+    let queues = scene.queues();
     let ladder: Vec<u64> = queues
         .iter()
         .filter_map(|name| name.strip_prefix("retry.busy.")?.strip_suffix("ms")?.parse().ok())
@@ -85,7 +85,7 @@ async fn the_ladder_of_24_lanes_is_made_by_the_first_busy_job_only() {
     assert_eq!(queues.len(), 26, "the hold lanes are not asked for: {queues:?}");
     assert_eq!((ladder[0], ladder[7], ladder[23]), (2_250, 4_000, 60_000));
     for delay in ladder {
-        let lane = work.vhost.api().queue(&format!("{WORK}.retry.busy.{delay:08}ms")).unwrap();
+        let lane = scene.vhost.api().queue(&format!("{WORK}.retry.busy.{delay:08}ms")).unwrap();
         assert_eq!(lane["arguments"]["x-message-ttl"], delay);
         assert_eq!(lane["arguments"]["x-dead-letter-routing-key"], WORK);
     }
@@ -93,10 +93,10 @@ async fn the_ladder_of_24_lanes_is_made_by_the_first_busy_job_only() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn busy_is_not_charged_and_counted_in_a_row_until_another_outcome() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let (_worker, journal) =
-        worker(&work, RetryPolicy::new([1, 1]).jitter(Jitter::None), "bbfb").await;
-    work.publish(BasicProperties::default(), "").await;
+        worker(&scene, RetryPolicy::new([1, 1]).jitter(Jitter::None), "bbfb").await;
+    scene.publish(BasicProperties::default(), "").await;
     journal.until_done(1).await;
     let seen = headers(&journal);
     let counts: Vec<_> = seen
@@ -123,10 +123,10 @@ async fn busy_is_not_charged_and_counted_in_a_row_until_another_outcome() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_hundred_and_first_busy_in_a_row_is_charged_as_one_failure() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, one_level(), "bb").await;
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, one_level(), "bb").await;
     let count = |n| ("retry-busy-count", AMQPValue::LongLongInt(n));
-    work.publish(ours([count(100)]), "").await;
+    scene.publish(ours([count(100)]), "").await;
     assert_eq!(journal.first("a new count", in_a_row).await, 1);
     assert_eq!(journal.delays(), [Duration::from_secs(1)]);
     let seen = headers(&journal);
@@ -137,15 +137,15 @@ async fn the_hundred_and_first_busy_in_a_row_is_charged_as_one_failure() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_hundredth_busy_is_not_charged_yet_and_a_charge_after_the_last_level_buries() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, one_level(), "bb").await;
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, one_level(), "bb").await;
     let count = |n| ("retry-busy-count", AMQPValue::LongLongInt(n));
-    work.publish(ours([count(99)]), "").await;
+    scene.publish(ours([count(99)]), "").await;
     assert_eq!(journal.first("busy", in_a_row).await, 100);
     assert_eq!(journal.delays(), []);
-    work.publish(ours([count(100), ("retry-count", AMQPValue::LongLongInt(1))]), "").await;
+    scene.publish(ours([count(100), ("retry-count", AMQPValue::LongLongInt(1))]), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
-    let buried = work.take_buried(1).await.remove(0);
+    let buried = scene.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["retry-error-kind"], "busy");
     assert_eq!(buried["headers"]["retry-count"], 2);
 }
@@ -160,13 +160,13 @@ struct Contest {
 
 impl Contest {
     async fn start(
-        work: &Work,
+        scene: &Scene,
         policy: RetryPolicy,
         mark: fn(anyhow::Error) -> anyhow::Error,
     ) -> Arc<Self> {
         let contest = Arc::new(Self::default());
         let shared = Arc::clone(&contest);
-        let worker = RetryConsumer::builder(work.url(), WORK).policy(policy);
+        let worker = RetryConsumer::builder(scene.url(), WORK).policy(policy);
         worker
             .handler(move |_: Job| {
                 let contest = Arc::clone(&shared);
@@ -189,7 +189,7 @@ impl Contest {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn fifty_jobs_share_one_slot_with_fewer_collisions_than_at_a_fixed_delay() {
-    let (random, fixed) = (Work::new().await, Work::new().await);
+    let (random, fixed) = (Scene::new().await, Scene::new().await);
     // All are there before anybody takes one, so that they do meet.
     for _ in 0..JOBS {
         random.publish(BasicProperties::default(), "").await;

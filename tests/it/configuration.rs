@@ -2,11 +2,11 @@
 //! queue or right and the remedy.
 
 use crate::support::{
-    BURIED, Journal, PATIENCE, QueueType, Scene, WORK, count, eventually, quick, table, within,
+    BURIED, Journal, PATIENCE, Scene, WORK, count, eventually, quick, table, within,
 };
 use lapin_retry::{
-    Broker, Declare, Error, ErrorKind, Event, Jitter, Job, Retry, RetryConsumer, RetryPolicy,
-    Settings,
+    Broker, Declare, Error, ErrorKind, Event, Jitter, Job, QueueType, Retry, RetryConsumer,
+    RetryPolicy, Settings,
 };
 use std::time::Duration;
 
@@ -47,7 +47,7 @@ async fn untouched(scene: &Scene, queues: &[&str]) {
 }
 
 async fn scene() -> Scene {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     scene.job("waiting", table([]), b"job").await;
     scene
 }
@@ -161,7 +161,7 @@ async fn without_the_right_to_read_the_refusal_names_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_permissions_of_the_readme_are_enough_to_retry_bury_and_declare_again() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let user = scene.vhost.user(CONFIGURE, WRITE, READ);
     let journal = Journal::default();
     let handle = RetryConsumer::builder(user.url(), WORK)
@@ -259,7 +259,7 @@ async fn a_lane_with_other_arguments_is_never_changed_and_the_argument_is_named(
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lane_of_the_other_type_is_never_changed_and_the_type_is_named() {
     let scene = scene().await;
-    let classic = Settings::new(quick()).queue_type(lapin_retry::QueueType::Classic);
+    let classic = Settings::new(quick()).queue_type(QueueType::Classic);
     Retry::attach(scene.url(), WORK, classic).await.unwrap().close().await.unwrap();
     refused(
         &Broker::from(scene.url()),

@@ -2,43 +2,32 @@
 
 use std::time::{Duration, SystemTime};
 
-use crate::support::{
-    End, Journal, PATIENCE, QueueType, Vhost, as_the_body_says, confirm_channel, connect, count,
-    declare_work_queue, eventually, publish,
-};
+use crate::support::{End, PATIENCE, Scene, as_the_body_says, count, eventually, publish};
 use lapin::{
-    BasicProperties, Channel, Connection,
+    BasicProperties,
     options::{BasicAckOptions, BasicGetOptions},
 };
-use lapin_retry::{BuriedReason, Handle, Jitter, RetryConsumer, RetryPolicy};
+use lapin_retry::{BuriedReason, Handle, Jitter, QueueType, RetryConsumer, RetryPolicy};
 use serde_json::{Value, json};
 
 const EXPIRED: End = End::Buried(BuriedReason::Expired);
 const EXHAUSTED: End = End::Buried(BuriedReason::Exhausted);
 
 struct Orders {
-    channel: Channel,
-    journal: Journal,
-    _connection: Connection,
-    // Last, so that the connection is gone before its vhost.
-    vhost: Vhost,
+    scene: Scene,
 }
 
 impl Orders {
     async fn new() -> Self {
-        let vhost = Vhost::new().await;
-        let connection = connect(&vhost.url()).await;
-        let channel = confirm_channel(&connection).await;
-        declare_work_queue(&channel, "orders", QueueType::Quorum).await;
-        Self { channel, journal: Journal::default(), _connection: connection, vhost }
+        Self { scene: Scene::with("orders", QueueType::Quorum).await }
     }
 
     /// A worker of exactly these levels.
     async fn worker<const N: usize>(&self, levels: [&str; N]) -> Handle {
-        RetryConsumer::builder(self.vhost.url(), "orders")
+        RetryConsumer::builder(self.scene.vhost.url(), "orders")
             .policy(RetryPolicy::new(levels).jitter(Jitter::None))
-            .on_event(self.journal.hook())
-            .handler(self.journal.handler(as_the_body_says))
+            .on_event(self.scene.journal.hook())
+            .handler(self.scene.journal.handler(as_the_body_says))
             .start()
             .await
             .unwrap()
@@ -52,27 +41,27 @@ impl Orders {
         if let Some(timestamp) = timestamp {
             properties = properties.with_timestamp(timestamp);
         }
-        publish(&self.channel, "", "orders", properties, b"99").await;
+        publish(&self.scene.channel, "", "orders", properties, b"99").await;
     }
 
     async fn ends(&self, jobs: usize) -> Vec<(String, End)> {
-        let ended = async || self.journal.ends().len() >= jobs;
+        let ended = async || self.scene.journal.ends().len() >= jobs;
         eventually("the jobs end", PATIENCE, ended).await;
-        self.journal.assert_no_trouble();
-        self.journal.ends()
+        self.scene.journal.assert_no_trouble();
+        self.scene.journal.ends()
     }
 
     /// The only job in the buried queue. It leaves the queue.
     fn buried(&self) -> Value {
-        let mut buried = self.vhost.api().take("orders.buried", 9);
+        let mut buried = self.scene.vhost.api().take("orders.buried", 9);
         assert_eq!(buried.len(), 1);
         buried.remove(0)
     }
 
     /// As an operator does it in the management UI: "Get messages", "Publish message".
     fn put_back(&self, taken: &Value) {
-        let answer = self.vhost.api().post(
-            &format!("exchanges/{}/amq.default/publish", self.vhost.name()),
+        let answer = self.scene.vhost.api().post(
+            &format!("exchanges/{}/amq.default/publish", self.scene.vhost.name()),
             &json!({
                 "properties": taken["properties"],
                 "routing_key": "orders",
@@ -84,7 +73,7 @@ impl Orders {
     }
 
     fn retry_counts(&self, id: &str) -> Vec<u32> {
-        self.journal.attempts_of(id).iter().map(|attempt| attempt.job.retry_count()).collect()
+        self.scene.journal.attempts_of(id).iter().map(|attempt| attempt.job.retry_count()).collect()
     }
 }
 
@@ -130,16 +119,16 @@ async fn the_deadline_counts_from_the_timestamp_or_else_from_the_first_failure()
     orders.publish("none", lifetime, None).await;
     // A clock that is wrong must not give a job more time than it has.
     orders.publish("future", lifetime, Some(seconds(now + 60 * minute))).await;
-    let retried = |id: &str| orders.journal.retried(id, 0).is_some();
+    let retried = |id: &str| orders.scene.journal.retried(id, 0).is_some();
     eventually("each is in its place", PATIENCE, async || {
-        retried("none") && retried("future") && !orders.journal.ends().is_empty()
+        retried("none") && retried("future") && !orders.scene.journal.ends().is_empty()
     })
     .await;
     worker.shutdown(Duration::from_secs(5)).await;
-    orders.journal.assert_no_trouble();
-    assert_eq!(orders.journal.ends(), [("past".to_owned(), EXPIRED)]);
+    orders.scene.journal.assert_no_trouble();
+    assert_eq!(orders.scene.journal.ends(), [("past".to_owned(), EXPIRED)]);
 
-    let waiting = orders.vhost.api().peek("orders.retry.00120s", 9);
+    let waiting = orders.scene.vhost.api().peek("orders.retry.00120s", 9);
     assert_eq!(waiting.len(), 2);
     for waiting in waiting {
         let headers = &waiting["headers"];
@@ -155,12 +144,14 @@ async fn a_job_that_comes_back_past_its_deadline_is_buried_without_a_run() {
     let worker = orders.worker(["1s"]).await;
     let lifetime = Duration::from_secs(4);
     orders.publish("1", lifetime, None).await;
-    eventually("it is in its lane", PATIENCE, async || orders.journal.retried("1", 0).is_some())
-        .await;
+    eventually("it is in its lane", PATIENCE, async || {
+        orders.scene.journal.retried("1", 0).is_some()
+    })
+    .await;
     let late = SystemTime::now() + lifetime;
     worker.shutdown(Duration::ZERO).await;
     eventually("it waits for a worker in vain", PATIENCE, async || {
-        SystemTime::now() > late && count(&orders.channel, "orders").await == 1
+        SystemTime::now() > late && count(&orders.scene.channel, "orders").await == 1
     })
     .await;
 
@@ -197,7 +188,7 @@ async fn a_buried_job_that_is_put_back_by_hand_goes_through_all_levels_again() {
     let orders = Orders::new().await;
     let worker = orders.worker(["100ms", "200ms"]).await;
     let properties = BasicProperties::default().with_message_id("1".into());
-    publish(&orders.channel, "", "orders", properties, b"99").await;
+    publish(&orders.scene.channel, "", "orders", properties, b"99").await;
     orders.ends(1).await;
     let mut buried = orders.buried();
     assert!(buried["headers"].get("retry-exhumed-count").is_none());
@@ -213,7 +204,7 @@ async fn a_buried_job_that_is_put_back_by_hand_goes_through_all_levels_again() {
         assert_eq!(headers["retry-exhumed-count"], exhumed);
         assert_eq!(headers["retry-count"], 3);
         assert_eq!(headers["buried-reason"], "exhausted");
-        let round = orders.journal.attempts().split_off(3 * exhumed);
+        let round = orders.scene.journal.attempts().split_off(3 * exhumed);
         assert!(round.iter().all(|attempt| attempt.job.id() == "1"));
         // It is told apart once: a retry of it is no burial.
         let buried_reason = |attempt: &crate::support::Attempt| {
@@ -235,9 +226,9 @@ async fn an_expired_job_that_is_put_back_after_its_deadline_goes_through_all_lev
     eventually("its deadline is past", PATIENCE, async || SystemTime::now() > late).await;
 
     // As a shovel does it: the message as it is.
-    let got = orders.channel.basic_get("orders.buried".into(), BasicGetOptions::default());
+    let got = orders.scene.channel.basic_get("orders.buried".into(), BasicGetOptions::default());
     let buried = got.await.unwrap().expect("the buried job").delivery;
-    publish(&orders.channel, "", "orders", buried.properties.clone(), &buried.data).await;
+    publish(&orders.scene.channel, "", "orders", buried.properties.clone(), &buried.data).await;
     assert!(buried.ack(BasicAckOptions::default()).await.unwrap());
     let ends = orders.ends(2).await;
     worker.shutdown(Duration::from_secs(5)).await;

@@ -1,12 +1,10 @@
 //! The worked topology in `topology/` is what the code declares.
 
-use lapin_retry::{Declare, Retry, RetryPolicy, Settings};
+use lapin_retry::{Declare, QueueType, Retry, RetryPolicy, Settings};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::support::{
-    PATIENCE, QueueType, Vhost, confirm_channel, connect, declare_work_queue, eventually,
-};
+use crate::support::{PATIENCE, Scene, Vhost, eventually};
 
 #[path = "../../examples/definitions.rs"]
 #[expect(dead_code, reason = "the example's main")]
@@ -33,20 +31,17 @@ fn a_queue_name_stands_for_itself_in_the_shield_of_the_definitions() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn imported_queues_are_those_that_a_worker_declares() {
-    let (imported, declared) = (Vhost::new().await, Vhost::new().await);
+    let (imported, declared) = (Vhost::new().await, Scene::with("orders", QueueType::Quorum).await);
     imported.api().import(&committed());
     for mode in [Declare::Create, Declare::Check] {
         attach(&imported.url(), mode).await.close().await.unwrap();
     }
 
-    let connection = connect(&declared.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, "orders", QueueType::Quorum).await;
     attach(&declared.url(), Declare::Create).await.close().await.unwrap();
 
     let queues = queues(&imported);
     assert_eq!(queues.len(), 58);
-    assert_eq!(queues, self::queues(&declared));
+    assert_eq!(queues, self::queues(&declared.vhost));
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -1,8 +1,8 @@
 //! The safety rule: a failed job is acked only after the broker has confirmed its copy.
 
 use crate::support::{
-    Bench, PATIENCE, Proxy, broker_addr, connect, consume, eventually, next, settle_all,
-    try_publish, within,
+    BURIED, LANE, PATIENCE, Proxy, Scene, broker_addr, connect, consume, eventually, next,
+    settle_all, try_publish, within,
 };
 use anyhow::anyhow;
 use futures_util::FutureExt;
@@ -30,47 +30,47 @@ async fn odd_are_rejected_later(job: Job) -> anyhow::Result<()> {
 }
 
 /// Waits until each job was left undecided three times, and checks what must hold meanwhile.
-async fn three_rounds_without_a_confirm(bench: &Bench, publishing: &Proxy, jobs: usize) {
+async fn three_rounds_without_a_confirm(scene: &Scene, publishing: &Proxy, jobs: usize) {
     eventually("three rounds without a confirm", PATIENCE, async || {
-        bench.journal.undecided() >= 3 * jobs
+        scene.journal.undecided() >= 3 * jobs
     })
     .await;
-    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
-    bench.unacked(jobs as u64).await;
+    assert_eq!(scene.journal.handed_off(), BTreeSet::new());
+    scene.unacked(jobs as u64).await;
     assert!(publishing.confirms_swallowed() >= 3 * jobs as u64);
 }
 
 /// All that must hold once every job has been handed off: an ack each, no loss, and no copy that
 /// was not accounted for.
-async fn all_are_handed_off_and_acked(bench: &Bench, ids: &BTreeSet<String>, acking: &Proxy) {
-    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == *ids).await;
+async fn all_are_handed_off_and_acked(scene: &Scene, ids: &BTreeSet<String>, acking: &Proxy) {
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == *ids).await;
     eventually("all are acked", PATIENCE, async || acking.acks() == ids.len() as u64).await;
-    let mut copies = bench.look(Bench::LANE).await;
-    copies.extend(bench.look(Bench::BURIED).await);
+    let mut copies = scene.look(LANE).await;
+    copies.extend(scene.look(BURIED).await);
     copies.retain(|id| id != FILLING);
-    assert!(copies.len() <= ids.len() + bench.journal.undecided(), "{} copies", copies.len());
+    assert!(copies.len() <= ids.len() + scene.journal.undecided(), "{} copies", copies.len());
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), *ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_of_the_users_own_loop_is_never_acked_without_a_confirm() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(10).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(10).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
-    let broker = Broker::from(publishing.url(&bench.vhost.url()));
-    let retry = Retry::attach(&broker, "work", bench.settings()).await.unwrap();
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let broker = Broker::from(publishing.url(&scene.url()));
+    let retry = Retry::attach(&broker, "work", scene.settings()).await.unwrap();
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
 
     publishing.swallow_confirms(true);
     let running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
-    three_rounds_without_a_confirm(&bench, &publishing, 10).await;
+    three_rounds_without_a_confirm(&scene, &publishing, 10).await;
     assert_eq!(users.acks(), 0);
     assert!(publishing.publishes() <= 10 * publishing.opened());
 
     publishing.swallow_confirms(false);
-    all_are_handed_off_and_acked(&bench, &ids, &users).await;
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
     assert!(publishing.publishes() <= 10 * publishing.opened());
     within("close", retry.close()).await.unwrap();
     channel.close(200, "done".into()).await.unwrap();
@@ -79,56 +79,56 @@ async fn a_job_of_the_users_own_loop_is_never_acked_without_a_confirm() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_of_a_retry_consumer_is_never_acked_without_a_confirm() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(10).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(10).await;
     let proxy = Proxy::start(broker_addr()).await;
     proxy.swallow_confirms(true);
-    let handle = RetryConsumer::builder(proxy.url(&bench.vhost.url()), "work")
-        .settings(bench.settings())
+    let handle = RetryConsumer::builder(proxy.url(&scene.url()), "work")
+        .settings(scene.settings())
         .handler(odd_are_rejected_later)
         .start()
         .await
         .unwrap();
-    three_rounds_without_a_confirm(&bench, &proxy, 10).await;
+    three_rounds_without_a_confirm(&scene, &proxy, 10).await;
     assert_eq!(proxy.acks(), 0);
     // One of them is the consuming one.
     assert!(proxy.publishes() <= 10 * (proxy.opened() - 1));
 
     proxy.swallow_confirms(false);
-    all_are_handed_off_and_acked(&bench, &ids, &proxy).await;
+    all_are_handed_off_and_acked(&scene, &ids, &proxy).await;
     assert!(proxy.publishes() <= 10 * (proxy.opened() - 1));
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_whose_lane_refuses_the_copy_stays_unacked_until_the_lane_takes_it() {
-    let bench = Bench::new().await;
+    let scene = Scene::new().await;
     let users = Proxy::start(broker_addr()).await;
-    let retry = Retry::attach(bench.vhost.url(), "work", bench.settings()).await.unwrap();
+    let retry = Retry::attach(scene.url(), "work", scene.settings()).await.unwrap();
     let full = json!({ "max-length": 1, "overflow": "reject-publish" });
-    bench.vhost.api().set_policy("full", r"^work\.retry\.", 10, &full);
-    fill_up(&bench, Bench::LANE).await;
+    scene.vhost.api().set_policy("full", r"^work\.retry\.", 10, &full);
+    fill_up(&scene, LANE).await;
 
-    let ids = bench.fill(1).await;
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let ids = scene.fill(1).await;
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
-    eventually("it is refused", PATIENCE, async || bench.journal.refused() >= 3).await;
-    assert_eq!(bench.journal.undecided(), 0);
+    eventually("it is refused", PATIENCE, async || scene.journal.refused() >= 3).await;
+    assert_eq!(scene.journal.undecided(), 0);
     assert_eq!(users.acks(), 0);
-    bench.unacked(1).await;
+    scene.unacked(1).await;
 
-    bench.vhost.api().delete_policy("full");
-    all_are_handed_off_and_acked(&bench, &ids, &users).await;
+    scene.vhost.api().delete_policy("full");
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
     within("close", retry.close()).await.unwrap();
 }
 
 /// Fills the queue up to the limit of a policy, until it refuses all that comes. A quorum queue
 /// takes a few messages more than the limit says.
-async fn fill_up(bench: &Bench, queue: &str) {
+async fn fill_up(scene: &Scene, queue: &str) {
     eventually(&format!("{queue} refuses"), PATIENCE, async || {
         let properties = BasicProperties::default().with_message_id(FILLING.into());
-        let answer = try_publish(&bench.channel, "", queue, properties, b"").await;
+        let answer = try_publish(&scene.channel, "", queue, properties, b"").await;
         matches!(answer, Ok(Confirmation::Nack(_)))
     })
     .await;
@@ -136,58 +136,58 @@ async fn fill_up(bench: &Bench, queue: &str) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_whose_lane_is_missing_under_declare_off_waits_until_somebody_makes_the_lane() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(1).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(1).await;
     let users = Proxy::start(broker_addr()).await;
-    let settings = bench.settings().declare(Declare::Off);
-    let retry = Retry::attach(bench.vhost.url(), "work", settings).await.unwrap();
-    assert_eq!(bench.vhost.api().queues(), ["work"]);
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let settings = scene.settings().declare(Declare::Off);
+    let retry = Retry::attach(scene.url(), "work", settings).await.unwrap();
+    assert_eq!(scene.vhost.api().queues(), ["work"]);
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
     let says_why = |event: &Event| {
         matches!(event, Event::HandOffFailed { queue, why, undecided: false, .. }
-            if queue == Bench::LANE && why.contains("missing"))
+            if queue == LANE && why.contains("missing"))
     };
-    eventually("it is returned", PATIENCE, async || bench.journal.count(says_why) >= 3).await;
+    eventually("it is returned", PATIENCE, async || scene.journal.count(says_why) >= 3).await;
     assert_eq!(users.acks(), 0);
-    bench.unacked(1).await;
+    scene.unacked(1).await;
 
     for queue in retry.topology().queues() {
         let options = QueueDeclareOptions { durable: true, ..Default::default() };
         let (name, arguments) = (queue.name.as_str().into(), queue.arguments.clone());
-        bench.channel.queue_declare(name, options, arguments).await.unwrap();
+        scene.channel.queue_declare(name, options, arguments).await.unwrap();
     }
-    all_are_handed_off_and_acked(&bench, &ids, &users).await;
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
     within("close", retry.close()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_buried_queue_that_went_missing_is_made_again() {
-    let bench = Bench::new().await;
-    let retry = Retry::attach(bench.vhost.url(), "work", bench.settings()).await.unwrap();
-    let buried = Bench::BURIED.into();
-    bench.channel.queue_delete(buried, QueueDeleteOptions::default()).await.unwrap();
-    bench.fill(2).await;
-    let channel = bench.connection.create_channel().await.unwrap();
+    let scene = Scene::new().await;
+    let retry = Retry::attach(scene.url(), "work", scene.settings()).await.unwrap();
+    let buried = BURIED.into();
+    scene.channel.queue_delete(buried, QueueDeleteOptions::default()).await.unwrap();
+    scene.fill(2).await;
+    let channel = scene.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 10).await, odd_are_rejected);
-    eventually("both are handed off", PATIENCE, async || bench.journal.handed_off().len() == 2)
+    eventually("both are handed off", PATIENCE, async || scene.journal.handed_off().len() == 2)
         .await;
-    assert_eq!(bench.look(Bench::BURIED).await, ["0001"]);
-    assert_eq!(bench.vhost.api().queue(Bench::BURIED).unwrap()["type"], "quorum");
-    assert_eq!(bench.journal.undecided(), 0);
+    assert_eq!(scene.look(BURIED).await, ["0001"]);
+    assert_eq!(scene.vhost.api().queue(BURIED).unwrap()["type"], "quorum");
+    assert_eq!(scene.journal.undecided(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn many_hand_offs_are_in_flight_at_a_time() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(300).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(300).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
     // Nothing times out while the confirms are held back.
-    let settings = bench.settings().confirm_timeout(Duration::from_secs(60));
-    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     publishing.swallow_confirms(true);
     let _running = settle_all(&retry, consume(&channel, "work", 300).await, odd_are_rejected);
@@ -197,64 +197,64 @@ async fn many_hand_offs_are_in_flight_at_a_time() {
 
     publishing.swallow_confirms(false);
     publishing.cut().await;
-    all_are_handed_off_and_acked(&bench, &ids, &users).await;
-    assert_eq!(bench.journal.undecided(), 64);
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
+    assert_eq!(scene.journal.undecided(), 64);
     within("close", retry.close()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hand_off_that_does_not_succeed_delays_no_other() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(300).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(300).await;
     let users = Proxy::start(broker_addr()).await;
     // With two slots, one that were kept by each stuck hand-off would block all others.
-    let settings = bench.settings().hand_offs(2);
-    let retry = Retry::attach(bench.vhost.url(), "work", settings).await.unwrap();
+    let settings = scene.settings().hand_offs(2);
+    let retry = Retry::attach(scene.url(), "work", settings).await.unwrap();
     let full = json!({ "max-length": 1, "overflow": "reject-publish" });
-    bench.vhost.api().set_policy("full", r"^work\.buried$", 10, &full);
-    fill_up(&bench, Bench::BURIED).await;
+    scene.vhost.api().set_policy("full", r"^work\.buried$", 10, &full);
+    fill_up(&scene, BURIED).await;
 
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let rejects_ten = |job: &Job| match job.id() {
         id if id < "0010" => Err(reject(anyhow!("never")).into()),
         _ => Err(anyhow!("not now")),
     };
     let _running = settle_all(&retry, consume(&channel, "work", 300).await, rejects_ten);
-    bench.holds(Bench::LANE, 290).await;
+    scene.holds(LANE, 290).await;
     eventually("290 are acked", PATIENCE, async || users.acks() == 290).await;
-    assert_eq!(bench.look(Bench::BURIED).await.iter().filter(|id| *id != FILLING).count(), 0);
+    assert_eq!(scene.look(BURIED).await.iter().filter(|id| *id != FILLING).count(), 0);
 
-    bench.vhost.api().delete_policy("full");
-    all_are_handed_off_and_acked(&bench, &ids, &users).await;
+    scene.vhost.api().delete_policy("full");
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
     within("close", retry.close()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn settle_returns_before_the_confirm_and_its_receipt_after() {
-    let bench = Bench::new().await;
-    bench.fill(1).await;
+    let scene = Scene::new().await;
+    scene.fill(1).await;
     let publishing = Proxy::start(broker_addr()).await;
-    let settings = bench.settings().confirm_timeout(Duration::from_secs(60));
-    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
     publishing.swallow_confirms(true);
-    let channel = bench.connection.create_channel().await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
     let delivery = next(&mut consume(&channel, "work", 1).await).await;
     let job = retry.accept(delivery).await.unwrap().expect("a job to run");
     let mut receipt = within("settle", job.settle(Err(anyhow!("no")))).await.unwrap().into_future();
-    bench.holds(Bench::LANE, 1).await;
+    scene.holds(LANE, 1).await;
     assert!((&mut receipt).now_or_never().is_none(), "the broker has it, but did not say so");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for_a_slot() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(3).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(3).await;
     let publishing = Proxy::start(broker_addr()).await;
-    let settings = bench.settings().hand_offs(1).confirm_timeout(Duration::from_secs(60));
-    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
+    let settings = scene.settings().hand_offs(1).confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
     publishing.swallow_confirms(true);
-    let channel = bench.connection.create_channel().await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 3).await;
     for first in [true, false, false] {
         let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
@@ -264,6 +264,6 @@ async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for
     eventually("one is in flight", PATIENCE, async || publishing.confirms_swallowed() == 1).await;
     publishing.swallow_confirms(false);
     publishing.cut().await;
-    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
     within("close", retry.close()).await.unwrap();
 }

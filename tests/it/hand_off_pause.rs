@@ -1,8 +1,11 @@
 //! A hand-off that fails for long: nothing more is taken, and no job is lost, run twice or dropped.
 
 use crate::{
-    support::{PATIENCE, User, connect, consume, count, eventually, steps, try_publish, within},
-    workshop::{WORK, Workshop, ms},
+    support::{
+        BURIED, PATIENCE, User, WORK, connect, consume, count, eventually, steps, try_publish,
+        within,
+    },
+    workshop::{Workshop, ms},
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Confirmation};
@@ -14,7 +17,6 @@ use std::{future::IntoFuture, time::Duration};
 
 const GRACE: Duration = Duration::from_secs(10);
 const LANE: &str = "work.retry.00001s";
-const BURIED: &str = "work.buried";
 
 fn worker(shop: &Workshop) -> User {
     shop.vhost.user(".*", ".*", ".*")
@@ -73,14 +75,14 @@ async fn a_hand_off_that_fails_for_long_pauses_the_consumer_and_is_tried_at_each
     let consumer = consumer(&shop, &user, 20).prefetch(20);
     let handle = start(&shop, consumer).await;
     refuse(&user);
-    shop.publish(100).await;
+    shop.jobs(100).await;
     until_waits(&shop, 5).await;
     assert_eq!(waits(&shop)[..5], [200, 400, 800, 800, 800]);
     let api = shop.vhost.api();
     eventually("no consumer is listed", PATIENCE, async || api.consumers().is_empty()).await;
     let calls = shop.journal.attempted();
     assert!(calls <= 20, "{calls} were prefetched");
-    shop.until_ready(100 - u32::try_from(calls).unwrap()).await;
+    shop.holds(WORK, 100 - calls).await;
     until_waits(&shop, 8).await;
     assert_eq!(shop.journal.attempted(), calls, "no handler runs");
 
@@ -101,9 +103,9 @@ async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_wit
     let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
     let handle = start(&shop, consumer).await;
     refuse(&user);
-    shop.publish(1).await;
+    shop.jobs(1).await;
     eventually("the job is given back", PATIENCE, async || given_back(&shop) > 0).await;
-    shop.until_ready(1).await;
+    shop.holds(WORK, 1).await;
     let held = shop.journal.attempts()[0].started.elapsed();
     assert!(held >= ms(2500), "{held:?}");
     user.allow(".*", ".*", ".*");
@@ -112,7 +114,7 @@ async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_wit
     assert_eq!(calls.len(), 2, "{calls:?}");
     assert_eq!((calls[0].job.retry_count(), calls[1].job.retry_count()), (0, 1));
     // All is as it was before.
-    shop.publish(30).await;
+    shop.jobs(30).await;
     shop.until_done(30).await;
     handle.shutdown(GRACE).await;
     assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
@@ -139,14 +141,14 @@ async fn a_buried_queue_that_stays_full_costs_one_run_and_no_step_more_than_one(
         matches!(answer, Ok(Confirmation::Nack(_)))
     })
     .await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     // On all versions but 4.3 each giving back counts.
     eventually("it is given back again and again", 2 * PATIENCE, async || given_back(&shop) >= 4)
         .await;
     shop.channel.queue_purge(BURIED.into(), Default::default()).await.unwrap();
     eventually("the job is buried", PATIENCE, async || count(&shop.channel, BURIED).await == 1)
         .await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     within("the end", handle.shutdown(GRACE)).await;
     let ids: Vec<_> =
         shop.journal.attempts().into_iter().map(|call| call.job.id().to_owned()).collect();
@@ -169,7 +171,7 @@ async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missi
     shop.channel.queue_delete(LANE.into(), Default::default()).await.unwrap();
     let settings = shop.settings(ms(200), ms(400)).hand_off_bound(ms(500));
     let settings = settings.declare(lapin_retry::Declare::Off);
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = consumer(&shop, &user, 5).settings(settings);
     let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
     let handle = start(&shop, consumer).await;
@@ -193,19 +195,19 @@ async fn resume_tries_stuck_hand_offs_at_once_and_a_shutdown_leaves_their_jobs_i
     let settings = shop.settings(long, long).hand_off_bound(ms(500));
     let handle = start(&shop, consumer(&shop, &user, 5).settings(settings.clone())).await;
     refuse(&user);
-    shop.publish(5).await;
+    shop.jobs(5).await;
     until_waits(&shop, 1).await;
     handle.resume();
     // They fail again, and it pauses again.
     until_waits(&shop, 2).await;
     within("the end", handle.shutdown(ms(500))).await;
-    shop.until_ready(5).await;
+    shop.holds(WORK, 5).await;
     shop.take_all().await;
 
     user.allow(".*", ".*", ".*");
     let handle = start(&shop, consumer(&shop, &user, 5).settings(settings)).await;
     refuse(&user);
-    shop.publish(5).await;
+    shop.jobs(5).await;
     until_waits(&shop, 3).await;
     user.allow(".*", ".*", ".*");
     handle.resume();
@@ -221,7 +223,7 @@ async fn in_the_users_own_loop_the_stream_waits_until_the_hand_off_succeeds() {
     let settings = shop.settings(ms(200), ms(800)).hand_off_bound(ms(500));
     let retry = Retry::attach(user.url(), WORK, settings).await.unwrap();
     refuse(&user);
-    shop.publish(5).await;
+    shop.jobs(5).await;
     let connection = connect(&shop.vhost.url()).await;
     let channel = connection.create_channel().await.unwrap();
     let mut jobs = retry.jobs(consume(&channel, WORK, 5).await);

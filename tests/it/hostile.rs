@@ -2,11 +2,11 @@
 //! done, retried or buried with the right reason; none crashes, blocks or kills a connection.
 
 use crate::support::{
-    BURIED, HEADERS, Journal, PATIENCE, QueueType, RawPublisher, Scene, WORK, count, eventually,
-    header, quick, raw_table, short, table, text,
+    BURIED, HEADERS, Journal, PATIENCE, RawPublisher, Scene, WORK, count, eventually, header,
+    quick, raw_table, short, table, text,
 };
 use lapin::types::{AMQPValue, ByteArray, DecimalValue, FieldArray, FieldTable};
-use lapin_retry::{BuriedReason, Event, Handle, Job, RetryConsumer};
+use lapin_retry::{BuriedReason, Event, Handle, Job, QueueType, RetryConsumer};
 use std::{collections::BTreeSet, time::Duration};
 
 fn long_string(text: &str) -> AMQPValue {
@@ -119,7 +119,7 @@ fn retried(event: &Event) -> Option<String> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_failed_job_with_an_odd_header_of_ours_is_buried_with_the_value_as_it_came() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let odd = odd_headers();
     for (id, name, value) in &odd {
         scene.job(id, beside_our_queue(name, value.clone()), b"bad").await;
@@ -129,7 +129,7 @@ async fn a_failed_job_with_an_odd_header_of_ours_is_buried_with_the_value_as_it_
     let handle = consumer(&scene, &journal).await;
 
     journal.is_done("behind").await;
-    let buried = scene.buried(odd.len() as u32).await;
+    let buried = scene.buried(odd.len()).await;
 
     for (id, name, value) in &odd {
         let properties = &buried[id].properties;
@@ -144,7 +144,7 @@ async fn a_failed_job_with_an_odd_header_of_ours_is_buried_with_the_value_as_it_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_succeeds_is_done_whatever_our_headers_on_it_say() {
-    let scene = Scene::new(QueueType::Classic).await;
+    let scene = Scene::of(QueueType::Classic).await;
     let mut ids = BTreeSet::new();
     for (id, name, value) in odd_headers() {
         scene.job(&id, beside_our_queue(name, value), b"good").await;
@@ -161,7 +161,7 @@ async fn a_job_that_succeeds_is_done_whatever_our_headers_on_it_say() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn silly_values_in_headers_that_are_for_people_change_nothing() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut jobs = 0;
     for (index, value) in silly_values().into_iter().enumerate() {
         for name in FOR_PEOPLE {
@@ -181,14 +181,14 @@ async fn silly_values_in_headers_that_are_for_people_change_nothing() {
         assert_eq!(header(properties, "retry-count"), Some(&AMQPValue::LongLongInt(3)), "{id}");
         assert_eq!(text(properties, "retry-error").as_deref(), Some("no use"), "{id}");
     }
-    assert_eq!(journal.all(retried).len() as u32, 2 * jobs);
+    assert_eq!(journal.all(retried).len(), 2 * jobs);
     journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_count_is_believed_in_every_width_that_a_client_may_write() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let one = [
         AMQPValue::ShortShortInt(1),
         AMQPValue::ShortShortUInt(1),
@@ -207,7 +207,7 @@ async fn a_count_is_believed_in_every_width_that_a_client_may_write() {
     }
     let journal = Journal::default();
     let handle = consumer(&scene, &journal).await;
-    for (id, message) in scene.buried(one.len() as u32).await {
+    for (id, message) in scene.buried(one.len()).await {
         let count = header(&message.properties, "retry-count");
         assert_eq!(count, Some(&AMQPValue::LongLongInt(3)), "{id}");
     }
@@ -218,7 +218,7 @@ async fn a_count_is_believed_in_every_width_that_a_client_may_write() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_retry_count_of_somebody_else_counts_nothing_and_is_kept_under_another_name() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut foreign = silly_values();
     foreign.push(AMQPValue::LongLongInt(5));
     for (index, value) in foreign.iter().enumerate() {
@@ -235,7 +235,7 @@ async fn a_retry_count_of_somebody_else_counts_nothing_and_is_kept_under_another
     let journal = Journal::default();
     let handle = consumer(&scene, &journal).await;
 
-    let jobs = 2 * foreign.len() as u32;
+    let jobs = 2 * foreign.len();
     for (id, message) in scene.buried(jobs).await {
         let index: usize = id.split_once('/').unwrap().1.parse().unwrap();
         let properties = &message.properties;
@@ -253,7 +253,7 @@ async fn a_retry_count_of_somebody_else_counts_nothing_and_is_kept_under_another
 /// RabbitMQ 3.10 drops a message for the first two, if they come back to it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_forged_x_death_or_delivery_count_is_not_sent_back_to_the_broker() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let death = |reason: &str, queue: &str| {
         AMQPValue::FieldArray(FieldArray::from(vec![AMQPValue::FieldTable(table([
             ("count", AMQPValue::LongLongInt(7)),
@@ -288,7 +288,7 @@ async fn a_forged_x_death_or_delivery_count_is_not_sent_back_to_the_broker() {
     let journal = Journal::default();
     let handle = consumer(&scene, &journal).await;
 
-    for (id, message) in scene.buried(forged.len() as u32).await {
+    for (id, message) in scene.buried(forged.len()).await {
         let properties = &message.properties;
         assert_eq!(text(properties, "buried-reason").as_deref(), Some("exhausted"), "{id}");
         assert_eq!(header(properties, "x-mine"), Some(&AMQPValue::Boolean(true)), "{id}");
@@ -305,7 +305,7 @@ async fn a_forged_x_death_or_delivery_count_is_not_sent_back_to_the_broker() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_that_no_lapin_client_writes_are_read_and_passed_on() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut publisher = RawPublisher::connect(&scene.url());
     let fields = [
         &short(b"")[..],

@@ -1,12 +1,12 @@
 //! Messages that are too large, too many or too strange to fit: bodies, error texts, headers near the
 //! frame's limit. None is lost, and none is in the way of the job behind it.
 
-use crate::support::{Journal, QueueType, Scene, WORK, header, quick, table, text};
+use crate::support::{Journal, Scene, WORK, header, quick, table, text};
 use lapin::{
     BasicProperties,
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{Event, Handle, Job, RetryConsumer};
+use lapin_retry::{Event, Handle, Job, QueueType, RetryConsumer};
 use std::{
     fmt,
     sync::{Arc, Mutex},
@@ -56,7 +56,7 @@ async fn failing_with(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_of_any_size_comes_back_as_it_was() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let large: Vec<u8> = (0..10_000_000u32).map(|n| (n % 251) as u8).collect();
     let bodies = [vec![], vec![0], large];
     for (index, body) in bodies.iter().enumerate() {
@@ -96,7 +96,7 @@ async fn a_body_of_any_size_comes_back_as_it_was() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let bodies: [(&str, &[u8]); 7] = [
         ("application/json", b""),
         ("application/json", b"{\"id\": 1"),
@@ -110,15 +110,15 @@ async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
         let properties = BasicProperties::default()
             .with_message_id(format!("{index}").into())
             .with_content_type((*content_type).into());
-        scene.message(properties, body).await;
+        scene.publish(properties, body).await;
     }
     // A reader that recursed without limit would overflow the stack.
     let deep = vec![b'['; 100_000];
     let json = BasicProperties::default().with_content_type("application/json".into());
-    scene.message(json.with_message_id("deep".into()), &deep).await;
+    scene.publish(json.with_message_id("deep".into()), &deep).await;
     let pack = BasicProperties::default().with_content_type("application/msgpack".into());
     let deep = vec![0x91; 100_000];
-    scene.message(pack.with_message_id("deep pack".into()), &deep).await;
+    scene.publish(pack.with_message_id("deep pack".into()), &deep).await;
     let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
@@ -130,7 +130,7 @@ async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
         .start()
         .await
         .unwrap();
-    for (id, message) in scene.buried(bodies.len() as u32 + 2).await {
+    for (id, message) in scene.buried(bodies.len() + 2).await {
         let properties = &message.properties;
         assert_eq!(text(properties, "buried-reason").as_deref(), Some("undecodable"), "{id}");
         assert_eq!(text(properties, "retry-error-kind").as_deref(), Some("undecodable"), "{id}");
@@ -142,7 +142,7 @@ async fn a_body_that_does_not_decode_is_buried_as_undecodable() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_text_of_a_megabyte_is_cut_to_a_kilobyte_between_characters() {
     for offset in 0..4 {
-        let scene = Scene::new(QueueType::Classic).await;
+        let scene = Scene::of(QueueType::Classic).await;
         scene.job("1", table([]), b"bad").await;
         let journal = Journal::default();
         let long = "a".repeat(offset) + &"𝄞".repeat(1 << 18);
@@ -158,7 +158,7 @@ async fn an_error_text_of_a_megabyte_is_cut_to_a_kilobyte_between_characters() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_text_with_control_characters_travels() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     scene.job("1", table([]), b"bad").await;
     let journal = Journal::default();
     let error = "nul \0, escape \u{1b}[31m, newline \r\n, \u{7f}, \u{202e}, \u{fffd}";
@@ -183,7 +183,7 @@ impl std::error::Error for Unspeakable {}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_error_that_panics_when_it_is_written_fails_its_job_like_any_other() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     scene.job("1", table([]), b"bad").await;
     let journal = Journal::default();
     let handle = failing_with(&scene, &journal, || Unspeakable.into()).await;
@@ -195,7 +195,7 @@ async fn an_error_that_panics_when_it_is_written_fails_its_job_like_any_other() 
 
 #[tokio::test(flavor = "multi_thread")]
 async fn thousands_of_headers_come_back_as_they_were() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let headers = many(4_000, 100_000);
     scene.job("many", headers.clone(), b"bad").await;
     scene.job("behind", table([]), b"good").await;
@@ -213,7 +213,7 @@ async fn thousands_of_headers_come_back_as_they_were() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_that_leave_no_room_are_dropped_largest_first_and_listed() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut few = many(10, 60_000);
     few.insert("largest".into(), long_string(&"x".repeat(FRAME - 60_000 - 40)));
     scene.job("few", few, b"bad").await;
@@ -248,7 +248,7 @@ async fn headers_that_leave_no_room_are_dropped_largest_first_and_listed() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_odd_value_of_ours_outlives_larger_foreign_headers() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut headers = many(2, FRAME - 200);
     headers.insert("retry-queue".into(), long_string(WORK));
     headers.insert("retry-count".into(), long_string("abc"));
@@ -266,7 +266,7 @@ async fn an_odd_value_of_ours_outlives_larger_foreign_headers() {
 /// The largest that leaves room for ours and for what a lane adds is retried as it is.
 #[tokio::test(flavor = "multi_thread")]
 async fn headers_just_under_the_limit_make_every_trip_and_those_that_succeed_are_left_alone() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     scene.job("bad", many(1, FRAME - 4_096 - 1_500), b"bad").await;
     scene.job("good", many(1, FRAME - 10), b"good").await;
     let journal = Journal::default();

@@ -3,15 +3,15 @@
 use std::time::Duration;
 
 use crate::support::{
-    End, Journal, PATIENCE, QueueType, Vhost, as_the_body_says, confirm_channel, connect, count,
-    declare_work_queue, eventually, publish,
+    End, Journal, PATIENCE, Scene, Vhost, as_the_body_says, count, declare_work_queue, eventually,
+    publish,
 };
 use lapin::{
     BasicProperties, Channel, ExchangeKind,
     options::{ExchangeDeclareOptions, QueueBindOptions},
     types::FieldTable,
 };
-use lapin_retry::{BuriedReason, Handle, RetryConsumer, RetryPolicy};
+use lapin_retry::{BuriedReason, Handle, QueueType, RetryConsumer, RetryPolicy};
 
 const EXCHANGE: &str = "events";
 const JOBS: u32 = 15;
@@ -65,18 +65,17 @@ async fn finish(worker: Handle, journal: &Journal) {
 }
 
 async fn retries_stay_in_their_queue(exchange: ExchangeKind) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    bound(&channel, exchange.clone(), "orders").await;
-    bound(&channel, exchange, "audit").await;
+    let scene = Scene::bare().await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
+    bound(channel, exchange.clone(), "orders").await;
+    bound(channel, exchange, "audit").await;
     let journal = Journal::default();
-    let orders = worker(&vhost, "orders", &journal).await;
-    publish_jobs(&channel).await;
+    let orders = worker(vhost, "orders", &journal).await;
+    publish_jobs(channel).await;
     finish(orders, &journal).await;
 
-    assert_eq!(count(&channel, "orders").await, 0);
-    assert_eq!(count(&channel, "orders.buried").await, JOBS / 3);
+    assert_eq!(count(channel, "orders").await, 0);
+    assert_eq!(count(channel, "orders.buried").await, JOBS / 3);
     let mut audited: Vec<u32> = Vec::new();
     for message in vhost.api().take("audit", 10 * JOBS) {
         let properties = &message["properties"];
@@ -98,19 +97,18 @@ async fn retries_of_a_queue_of_a_fanout_exchange_reach_that_queue_only() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn two_work_queues_of_one_exchange_retry_the_same_message_each_for_itself() {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
+    let scene = Scene::bare().await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
     let (orders, invoices) = (Journal::default(), Journal::default());
-    bound(&channel, ExchangeKind::Fanout, "orders").await;
-    bound(&channel, ExchangeKind::Fanout, "invoices").await;
-    let orders_worker = worker(&vhost, "orders", &orders).await;
-    let invoices_worker = worker(&vhost, "invoices", &invoices).await;
-    publish_jobs(&channel).await;
+    bound(channel, ExchangeKind::Fanout, "orders").await;
+    bound(channel, ExchangeKind::Fanout, "invoices").await;
+    let orders_worker = worker(vhost, "orders", &orders).await;
+    let invoices_worker = worker(vhost, "invoices", &invoices).await;
+    publish_jobs(channel).await;
     finish(orders_worker, &orders).await;
     finish(invoices_worker, &invoices).await;
     for queue in ["orders", "invoices"] {
-        assert_eq!(count(&channel, queue).await, 0);
-        assert_eq!(count(&channel, &format!("{queue}.buried")).await, JOBS / 3);
+        assert_eq!(count(channel, queue).await, 0);
+        assert_eq!(count(channel, &format!("{queue}.buried")).await, JOBS / 3);
     }
 }

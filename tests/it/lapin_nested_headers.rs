@@ -3,7 +3,7 @@
 //! and of the next one. The only cure is more stack, by `RUST_MIN_STACK`.
 
 use crate::support::{
-    HEADERS, Journal, QueueType, RawPublisher, Scene, WORK, header, quick, raw_table, short, text,
+    HEADERS, Journal, RawPublisher, Scene, WORK, header, quick, raw_table, short, text,
 };
 use lapin_retry::{Job, RetryConsumer};
 use std::{process::Output, time::Duration};
@@ -37,7 +37,7 @@ fn nested(levels: usize) -> Vec<u8> {
 
 /// A failed job with deeply nested headers makes every trip and is buried.
 async fn retried_and_buried() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     RawPublisher::connect(&scene.url()).publish(WORK, HEADERS, &nested(LEVELS), b"bad");
     let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)

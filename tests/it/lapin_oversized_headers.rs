@@ -9,8 +9,8 @@
 //! larger `frame_max` in the broker's configuration.
 
 use crate::support::{
-    PATIENCE, Proxy, QueueType, Vhost, broker_addr, confirm_channel, connect, consume, count,
-    declare_work_queue, eventually, next, publish, table, within,
+    PATIENCE, Proxy, Scene, Vhost, broker_addr, confirm_channel, connect, consume, count,
+    declare_work_queue, eventually, next, publish, table, type_name, within,
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{
@@ -21,6 +21,7 @@ use lapin::{
     },
     types::{AMQPValue, FieldTable},
 };
+use lapin_retry::QueueType;
 use std::time::Duration;
 
 /// Passes through the broker on its way in (131 064 bytes are allowed), but leaves no room for x-death.
@@ -28,20 +29,17 @@ const NEARLY_A_FRAME: usize = 130_950;
 
 /// A vhost whose queue `work` holds a message that came through a delay queue with this much header.
 async fn delayed(kind: QueueType, header: usize) -> (Vhost, Connection) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, "work", kind).await;
-    declare_delay_queue(&channel, "delay", kind, "work").await;
-    publish(&channel, "", "delay", with_header(header), b"job").await;
-    arrives(&channel).await;
-    (vhost, connection)
+    let scene = Scene::of(kind).await;
+    declare_delay_queue(&scene.channel, "delay", kind, "work").await;
+    publish(&scene.channel, "", "delay", with_header(header), b"job").await;
+    arrives(&scene.channel).await;
+    (scene.vhost, scene.connection)
 }
 
 async fn declare_delay_queue(channel: &Channel, name: &str, kind: QueueType, target: &str) {
     let text = |text: &str| AMQPValue::LongString(text.into());
     let arguments = table([
-        ("x-queue-type", text(kind.name())),
+        ("x-queue-type", text(type_name(kind))),
         ("x-message-ttl", AMQPValue::LongInt(1)),
         ("x-dead-letter-exchange", text("")),
         ("x-dead-letter-routing-key", text(target)),

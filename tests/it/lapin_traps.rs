@@ -2,8 +2,8 @@
 //! upgrade that changes one of them should be noticed here, not in production.
 
 use crate::support::{
-    PATIENCE, Proxy, QueueType, Vhost, broker_addr, confirm_channel, connect, consume, count,
-    declare_work_queue, eventually, next, publish, table, try_publish, within,
+    PATIENCE, Proxy, Scene, Vhost, broker_addr, confirm_channel, connect, consume, count,
+    eventually, next, publish, table, try_publish, within,
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{
@@ -14,14 +14,12 @@ use lapin::{
     },
     types::{AMQPValue, FieldTable},
 };
+use lapin_retry::QueueType;
 
 /// A vhost with a queue `work`, and a channel in confirm mode.
 async fn work_queue() -> (Vhost, Connection, Channel) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, "work", QueueType::Classic).await;
-    (vhost, connection, channel)
+    let scene = Scene::of(QueueType::Classic).await;
+    (scene.vhost, scene.connection, scene.channel)
 }
 
 async fn publish_jobs(channel: &Channel, jobs: u32) {

@@ -1,12 +1,12 @@
 //! Connections that die with jobs on them: they are opened again, and nothing is lost.
 
 use crate::support::{
-    Bench, PATIENCE, Proxy, QueueType, broker_addr, connect, consume, count, declare_work_queue,
+    LANE, PATIENCE, Proxy, Scene, broker_addr, connect, consume, count, declare_work_queue,
     eventually, settle_all, within,
 };
 use anyhow::anyhow;
 use lapin::options::QueueDeleteOptions;
-use lapin_retry::{Event, Job, Retry, RetryConsumer};
+use lapin_retry::{Event, Job, QueueType, Retry, RetryConsumer};
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{Arc, Mutex},
@@ -18,15 +18,15 @@ const IN_FLIGHT: usize = 200;
 
 /// Breaks the publishing connection with 200 hand-offs in flight, all of them on the broker, and
 /// none confirmed.
-async fn break_the_publishing_connection(with: impl AsyncFnOnce(&Bench, &Proxy)) {
-    let bench = Bench::new().await;
-    let ids = bench.fill(600).await;
+async fn break_the_publishing_connection(with: impl AsyncFnOnce(&Scene, &Proxy)) {
+    let scene = Scene::new().await;
+    let ids = scene.fill(600).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
     // Nothing times out by itself.
-    let settings = bench.settings().hand_offs(IN_FLIGHT).confirm_timeout(Duration::from_secs(60));
-    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let settings = scene.settings().hand_offs(IN_FLIGHT).confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     publishing.swallow_confirms(true);
     let running = settle_all(&retry, consume(&channel, "work", 600).await, |_| Err(anyhow!("no")));
@@ -37,18 +37,18 @@ async fn break_the_publishing_connection(with: impl AsyncFnOnce(&Bench, &Proxy))
     assert_eq!(publishing.opened(), 1);
 
     publishing.swallow_confirms(false);
-    with(&bench, &publishing).await;
+    with(&scene, &publishing).await;
     eventually("all are acked", PATIENCE, async || users.acks() == 600).await;
-    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
     assert_eq!(publishing.opened(), 2, "it is opened again, once");
-    assert_eq!(bench.journal.undecided(), IN_FLIGHT);
-    let copies = bench.look(Bench::LANE).await;
+    assert_eq!(scene.journal.undecided(), IN_FLIGHT);
+    let copies = scene.look(LANE).await;
     assert_eq!(copies.len(), 600 + IN_FLIGHT);
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), ids);
     within("close", retry.close()).await.unwrap();
     channel.close(200, "done".into()).await.unwrap();
     within("the loop ends", running).await.unwrap();
-    assert_eq!(count(&bench.channel, "work").await, 0);
+    assert_eq!(count(&scene.channel, "work").await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -58,22 +58,22 @@ async fn hand_offs_go_on_after_the_network_cut_the_publishing_connection() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn hand_offs_go_on_after_an_operator_closed_the_publishing_connection() {
-    break_the_publishing_connection(async |bench, _| {
-        let name = bench.connection_called("lapin-retry publishing").await;
-        bench.vhost.api().close_connection(&name);
+    break_the_publishing_connection(async |scene, _| {
+        let name = scene.connection_called("lapin-retry publishing").await;
+        scene.vhost.api().close_connection(&name);
     })
     .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn nothing_is_lost_while_the_publishing_connection_is_cut_again_and_again() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(2_000).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(2_000).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
     let retry =
-        Retry::attach(publishing.url(&bench.vhost.url()), "work", bench.settings()).await.unwrap();
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+        Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 500).await, |_| Err(anyhow!("no")));
     for cut in 1..=5 {
@@ -82,31 +82,31 @@ async fn nothing_is_lost_while_the_publishing_connection_is_cut_again_and_again(
     }
     eventually("all are acked", 2 * PATIENCE, async || users.acks() == 2_000).await;
     within("close", retry.close()).await.unwrap();
-    let copies = bench.look(Bench::LANE).await;
+    let copies = scene.look(LANE).await;
     let duplicates = copies.len() - ids.len();
-    assert!(duplicates <= bench.journal.undecided(), "{duplicates} duplicates");
-    assert!(bench.journal.undecided() <= 5 * 64, "no more than were in flight");
+    assert!(duplicates <= scene.journal.undecided(), "{duplicates} duplicates");
+    assert!(scene.journal.undecided() <= 5 * 64, "no more than were in flight");
     assert_eq!(copies.into_iter().collect::<BTreeSet<_>>(), ids);
 }
 
 /// Every try to connect costs the broker, and lapin keeps some memory for each that failed.
 #[tokio::test(flavor = "multi_thread")]
 async fn many_waiting_hand_offs_do_not_mean_many_tries_to_connect() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(300).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(300).await;
     let publishing = Proxy::start(broker_addr()).await;
     let retry =
-        Retry::attach(publishing.url(&bench.vhost.url()), "work", bench.settings()).await.unwrap();
+        Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
     publishing.refuse(true);
     publishing.cut().await;
-    let channel = bench.connection.create_channel().await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 300).await, |_| Err(anyhow!("no")));
-    eventually("hundreds failed", 2 * PATIENCE, async || bench.journal.refused() >= 400).await;
+    eventually("hundreds failed", 2 * PATIENCE, async || scene.journal.refused() >= 400).await;
     let opened = publishing.opened();
     assert!(opened < 40, "{opened} connections for 400 tries");
 
     publishing.refuse(false);
-    eventually("all are handed off", PATIENCE, async || bench.journal.handed_off() == ids).await;
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
     within("close", retry.close()).await.unwrap();
 }
 
@@ -135,13 +135,13 @@ impl Runs {
 }
 
 /// Breaks the consuming connection under 100 running handlers.
-async fn break_the_consuming_connection(with: impl AsyncFnOnce(&Bench, &Proxy)) {
-    let bench = Bench::new().await;
-    let ids = bench.fill(300).await;
+async fn break_the_consuming_connection(with: impl AsyncFnOnce(&Scene, &Proxy)) {
+    let scene = Scene::new().await;
+    let ids = scene.fill(300).await;
     let proxy = Proxy::start(broker_addr()).await;
     let runs = Runs::new();
-    let handle = RetryConsumer::builder(proxy.url(&bench.vhost.url()), "work")
-        .settings(bench.settings())
+    let handle = RetryConsumer::builder(proxy.url(&scene.url()), "work")
+        .settings(scene.settings())
         .prefetch(100)
         .handler({
             let runs = runs.clone();
@@ -151,26 +151,26 @@ async fn break_the_consuming_connection(with: impl AsyncFnOnce(&Bench, &Proxy)) 
         .await
         .unwrap();
     eventually("100 are running", PATIENCE, async || runs.total() == 100).await;
-    with(&bench, &proxy).await;
-    eventually("the loss is told", PATIENCE, async || bench.journal.disconnected() > 0).await;
+    with(&scene, &proxy).await;
+    eventually("the loss is told", PATIENCE, async || scene.journal.disconnected() > 0).await;
     runs.gate.add_permits(1_000);
 
     eventually("all are settled", 2 * PATIENCE, async || {
-        bench.journal.finished().len() == 150 && bench.journal.handed_off().len() == 150
+        scene.journal.finished().len() == 150 && scene.journal.handed_off().len() == 150
     })
     .await;
     within("shutdown", handle.shutdown(Duration::from_secs(10))).await;
-    assert_eq!(count(&bench.channel, "work").await, 0);
-    let in_the_lane = bench.look(Bench::LANE).await;
-    assert!(in_the_lane.len() <= 150 + bench.journal.possible_duplicates());
+    assert_eq!(count(&scene.channel, "work").await, 0);
+    let in_the_lane = scene.look(LANE).await;
+    assert!(in_the_lane.len() <= 150 + scene.journal.possible_duplicates());
     let mut there: BTreeSet<String> = in_the_lane.into_iter().collect();
-    there.extend(bench.journal.finished());
+    there.extend(scene.journal.finished());
     assert_eq!(there, ids);
     // Those that ran when it happened ran again, and no other.
     let begun = runs.begun.lock().unwrap();
     assert_eq!(begun.values().filter(|&&runs| runs == 2).count(), 100);
     assert_eq!(begun.values().filter(|&&runs| runs == 1).count(), 200);
-    assert_eq!(bench.journal.count(|event| matches!(event, Event::Stale { .. })), 100);
+    assert_eq!(scene.journal.count(|event| matches!(event, Event::Stale { .. })), 100);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -180,9 +180,9 @@ async fn a_consumer_comes_back_after_the_network_cut_its_connection() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_comes_back_after_an_operator_closed_its_connection() {
-    break_the_consuming_connection(async |bench, _| {
-        let name = bench.connection_called("lapin-retry consuming").await;
-        bench.vhost.api().close_connection(&name);
+    break_the_consuming_connection(async |scene, _| {
+        let name = scene.connection_called("lapin-retry consuming").await;
+        scene.vhost.api().close_connection(&name);
     })
     .await;
 }
@@ -190,11 +190,11 @@ async fn a_consumer_comes_back_after_an_operator_closed_its_connection() {
 /// An answer that lapin never gives must leave nothing waiting, else a shutdown would wait with it.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_job_of_a_consumer_is_lost_or_stuck_while_both_connections_are_cut_again_and_again() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(3_000).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(3_000).await;
     let proxy = Proxy::start(broker_addr()).await;
-    let handle = RetryConsumer::builder(proxy.url(&bench.vhost.url()), "work")
-        .settings(bench.settings())
+    let handle = RetryConsumer::builder(proxy.url(&scene.url()), "work")
+        .settings(scene.settings())
         .handler(|job: Job| async move {
             if job.id().parse::<u32>()? % 2 == 0 { Err(anyhow!("no")) } else { Ok(()) }
         })
@@ -206,34 +206,34 @@ async fn no_job_of_a_consumer_is_lost_or_stuck_while_both_connections_are_cut_ag
         proxy.cut().await;
     }
     eventually("all are settled", 3 * PATIENCE, async || {
-        &bench.journal.finished() | &bench.journal.handed_off() == ids
+        &scene.journal.finished() | &scene.journal.handed_off() == ids
     })
     .await;
     // Stale acks may still bring some back.
-    bench.holds("work", 0).await;
+    scene.holds("work", 0).await;
     within("shutdown", handle.shutdown(Duration::from_secs(120))).await;
-    bench.holds("work", 0).await;
-    let there: BTreeSet<String> = bench.look(Bench::LANE).await.into_iter().collect();
-    assert_eq!(&there | &bench.journal.finished(), ids);
+    scene.holds("work", 0).await;
+    let there: BTreeSet<String> = scene.look(LANE).await.into_iter().collect();
+    assert_eq!(&there | &scene.journal.finished(), ids);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_comes_back_when_its_deleted_queue_is_declared_again() {
-    let bench = Bench::new().await;
-    bench.fill(1).await;
-    let handle = RetryConsumer::builder(bench.vhost.url(), "work")
-        .settings(bench.settings())
+    let scene = Scene::new().await;
+    scene.fill(1).await;
+    let handle = RetryConsumer::builder(scene.url(), "work")
+        .settings(scene.settings())
         .handler(|_: Job| async { Ok(()) })
         .start()
         .await
         .unwrap();
-    eventually("the first is done", PATIENCE, async || bench.journal.finished().len() == 1).await;
-    let work = bench.channel.queue_delete("work".into(), QueueDeleteOptions::default()).await;
+    eventually("the first is done", PATIENCE, async || scene.journal.finished().len() == 1).await;
+    let work = scene.channel.queue_delete("work".into(), QueueDeleteOptions::default()).await;
     work.expect("deleted");
     // Once cancelled, and more than once not there.
-    eventually("it is missed", PATIENCE, async || bench.journal.disconnected() >= 3).await;
-    declare_work_queue(&bench.channel, "work", QueueType::Quorum).await;
-    let ids = bench.fill(20).await;
-    eventually("all are done", PATIENCE, async || bench.journal.finished() == ids).await;
+    eventually("it is missed", PATIENCE, async || scene.journal.disconnected() >= 3).await;
+    declare_work_queue(&scene.channel, "work", QueueType::Quorum).await;
+    let ids = scene.fill(20).await;
+    eventually("all are done", PATIENCE, async || scene.journal.finished() == ids).await;
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }

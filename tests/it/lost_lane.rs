@@ -1,7 +1,9 @@
 //! A lane that is deleted under jobs on their way into it. What was in it is gone, as with any
 //! queue; nothing else may be.
 
-use crate::support::{Bench, Proxy, broker_addr, connect, consume, count, eventually, settle_all};
+use crate::support::{
+    LANE, Proxy, Scene, broker_addr, connect, consume, count, eventually, settle_all,
+};
 use anyhow::anyhow;
 use lapin::options::{BasicCancelOptions, QueueDeleteOptions};
 use lapin_retry::{Broker, Retry};
@@ -15,13 +17,13 @@ const LONG: Duration = Duration::from_secs(120);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(JOBS).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(JOBS).await;
     let users = Proxy::start(broker_addr()).await;
-    let broker = Broker::from(bench.vhost.url());
-    let settings = bench.settings().confirm_timeout(Duration::from_secs(10));
+    let broker = Broker::from(scene.url());
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(10));
     let retry = Retry::attach(&broker, "work", settings).await.unwrap();
-    let connection = connect(&users.url(&bench.vhost.url())).await;
+    let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let consumer = consume(&channel, "work", 300).await;
     let tag = consumer.tag();
@@ -32,22 +34,22 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
     while users.acks() < moment as u64 {
         tokio::task::yield_now().await;
     }
-    let waiting_to_return = bench.vhost.api().queue(Bench::LANE).unwrap()["messages_dlx"].as_u64();
-    let asked = bench.journal.handed_off().len();
-    let lane = Bench::LANE.into();
-    let deleted = bench.channel.queue_delete(lane, QueueDeleteOptions::default()).await.unwrap();
-    let before = bench.journal.handed_off();
+    let waiting_to_return = scene.vhost.api().queue(LANE).unwrap()["messages_dlx"].as_u64();
+    let asked = scene.journal.handed_off().len();
+    let lane = LANE.into();
+    let deleted = scene.channel.queue_delete(lane, QueueDeleteOptions::default()).await.unwrap();
+    let before = scene.journal.handed_off();
     let meanwhile = before.len() - asked;
 
     eventually("all are settled", LONG, async || users.acks() >= JOBS as u64).await;
-    eventually("all are handed off", LONG, async || bench.journal.handed_off() == ids).await;
+    eventually("all are handed off", LONG, async || scene.journal.handed_off() == ids).await;
     channel.basic_cancel(tag, BasicCancelOptions::default()).await.unwrap();
     running.await.unwrap();
     retry.close().await.unwrap();
     channel.close(200, "done".into()).await.unwrap();
-    assert_eq!(count(&bench.channel, "work").await, 0);
+    assert_eq!(count(&scene.channel, "work").await, 0);
 
-    let copies = bench.look(Bench::LANE).await;
+    let copies = scene.look(LANE).await;
     let there: BTreeSet<String> = copies.iter().cloned().collect();
     let missing: BTreeSet<String> = ids.difference(&there).cloned().collect();
     let late = missing.difference(&before).count();
@@ -56,7 +58,7 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
         "deleted after {moment} with {deleted} in it, {meanwhile} handed off meanwhile: {} missing, \
          {late} of them not told of before; {duplicates} duplicates, {} undecided",
         missing.len(),
-        bench.journal.undecided()
+        scene.journal.undecided()
     );
     println!("{told}");
     // What delete-ok counts is counted when the deletion begins, without what is on its way back;
@@ -65,6 +67,6 @@ async fn of_5000_jobs_only_those_that_a_deleted_lane_had_confirmed_are_lost() {
     assert!(missing.len() <= gone + meanwhile + IN_FLIGHT, "{told}");
     // The event follows the ack, and a hand-off that waits for neither has left its slot.
     assert!(late <= 2 * IN_FLIGHT, "{told}");
-    assert!(duplicates <= bench.journal.possible_duplicates(), "{told}");
-    assert!(bench.journal.undecided() <= IN_FLIGHT, "{told}");
+    assert!(duplicates <= scene.journal.possible_duplicates(), "{told}");
+    assert!(scene.journal.undecided() <= IN_FLIGHT, "{told}");
 }

@@ -1,8 +1,8 @@
 //! A handler reports an outage: its job is returned unharmed, and the consumer waits.
 
 use crate::{
-    support::{PATIENCE, count, eventually, within},
-    workshop::{WORK, Workshop, ms},
+    support::{PATIENCE, WORK, count, eventually, within},
+    workshop::{Workshop, ms},
 };
 use lapin::BasicProperties;
 use lapin_retry::{Builder, Event, Handle, Job, Resumed, RetryConsumer, outage};
@@ -21,7 +21,7 @@ const GRACE: Duration = Duration::from_secs(10);
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_reports_an_outage_comes_back_unharmed() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = shop.consumer(ms(50), ms(100)).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_calls(4).await;
@@ -44,7 +44,7 @@ async fn a_job_that_reports_an_outage_comes_back_unharmed() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_waits_double_to_the_longest_each_is_told_and_each_ends_with_one_probe() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(30).await;
+    shop.jobs(30).await;
     let consumer = shop.consumer(ms(100), ms(800)).concurrency(1).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(6).await;
@@ -65,7 +65,7 @@ async fn the_waits_double_to_the_longest_each_is_told_and_each_ends_with_one_pro
 async fn ten_minutes_of_outage_cost_the_calls_that_were_running_and_ten() {
     const RUNNING: usize = 20;
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1000).await;
+    shop.jobs(1000).await;
     shop.provider.open(false);
     let consumer = shop.consumer(ms(50), ms(3000)).concurrency(RUNNING).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
@@ -95,7 +95,7 @@ async fn ten_minutes_of_outage_cost_the_calls_that_were_running_and_ten() {
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_that_wait_through_an_outage_come_at_most_one_step_nearer_to_the_delivery_limit() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(200).await;
+    shop.jobs(200).await;
     let consumer = shop.consumer(ms(50), ms(200)).concurrency(3).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(8).await;
@@ -103,7 +103,7 @@ async fn jobs_that_wait_through_an_outage_come_at_most_one_step_nearer_to_the_de
 
     let reported: Vec<_> =
         shop.journal.attempts().into_iter().map(|call| call.job.id().to_owned()).collect();
-    shop.until_ready(200).await;
+    shop.holds(WORK, 200).await;
     let left = shop.take_all().await;
     assert_eq!(left.len(), 200);
     for (id, steps) in left {
@@ -115,7 +115,7 @@ async fn jobs_that_wait_through_an_outage_come_at_most_one_step_nearer_to_the_de
 #[tokio::test(flavor = "multi_thread")]
 async fn no_handler_starts_once_an_outage_is_reported() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(500).await;
+    shop.jobs(500).await;
     let (journal, running) = (shop.journal.clone(), Arc::new(AtomicUsize::new(0)));
     let late = Arc::new(Mutex::new(Vec::new()));
     let reported = Arc::new(AtomicUsize::new(usize::MAX));
@@ -222,7 +222,7 @@ async fn many_pauses_in_a_row_bring_no_job_to_the_delivery_limit() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_probe_of_an_empty_queue_waits_for_a_job_and_consuming_resumes() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = shop.consumer(ms(50), ms(50)).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -233,7 +233,7 @@ async fn a_probe_of_an_empty_queue_waits_for_a_job_and_consuming_resumes() {
     let calls = shop.journal.attempted();
     shop.provider.set_down(false);
     assert!(shop.journal.resumed().is_empty());
-    shop.publish(10).await;
+    shop.jobs(10).await;
     shop.until_done(10).await;
     assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
     assert_eq!(shop.journal.attempted(), calls + 10);
@@ -244,14 +244,14 @@ async fn a_probe_of_an_empty_queue_waits_for_a_job_and_consuming_resumes() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_healthy_worker_gets_what_a_paused_one_gives_back() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(50).await;
+    shop.jobs(50).await;
     let sick = shop.consumer(ms(60_000), ms(60_000)).concurrency(1).handler(shop.handler());
     let sick = sick.start().await.unwrap();
     shop.until_paused(1).await;
-    shop.until_ready(50).await;
+    shop.holds(WORK, 50).await;
     let other = shop.settings(ms(50), ms(50));
     let journal = shop.journal.clone();
-    let healthy = RetryConsumer::builder(shop.vhost.url(), WORK)
+    let healthy = RetryConsumer::builder(shop.url(), WORK)
         .settings(other)
         .consumer_tag("healthy")
         .handler(move |job: Job| {
@@ -305,7 +305,7 @@ fn an_outage_leaves_one_line_a_wait_in_the_log_not_one_a_job() {
         .unwrap();
     let outage = async {
         let shop = Workshop::in_an_outage().await;
-        shop.publish(300).await;
+        shop.jobs(300).await;
         shop.provider.open(false);
         let consumer = shop.consumer(ms(50), ms(200)).handler(shop.handler());
         let handle = consumer.start().await.unwrap();

@@ -11,7 +11,7 @@ use lapin_retry::{
 };
 use serde_json::Value;
 
-use crate::support::{Journal, PATIENCE, WORK, Work, eventually, within};
+use crate::support::{Journal, PATIENCE, Scene, WORK, eventually, within};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -20,9 +20,9 @@ fn one_level() -> RetryPolicy {
 }
 
 /// The buried jobs by their bodies.
-async fn buried(work: &Work, journal: &Journal, jobs: u32) -> HashMap<String, Value> {
+async fn buried(scene: &Scene, journal: &Journal, jobs: u32) -> HashMap<String, Value> {
     journal.until_buried(jobs as usize).await;
-    let jobs = work.take_buried(jobs).await;
+    let jobs = scene.take_buried(jobs).await;
     jobs.into_iter().map(|job| (job["payload"].as_str().unwrap().to_owned(), job)).collect()
 }
 
@@ -89,9 +89,9 @@ fn marked(path: &str) -> anyhow::Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_marker_is_found_on_every_path_and_the_error_is_told() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
-    let _worker = RetryConsumer::builder(work.url(), WORK)
+    let _worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(one_level())
         .on_event(journal.hook())
         .handler(|job: Job| async move { marked(std::str::from_utf8(job.body())?) })
@@ -99,9 +99,9 @@ async fn a_marker_is_found_on_every_path_and_the_error_is_told() {
         .await
         .unwrap();
     for (path, _) in PATHS {
-        work.publish(BasicProperties::default(), path).await;
+        scene.publish(BasicProperties::default(), path).await;
     }
-    let buried = buried(&work, &journal, PATHS.len() as u32).await;
+    let buried = buried(&scene, &journal, PATHS.len() as u32).await;
     for (path, error) in PATHS {
         let headers = &buried[path]["headers"];
         assert_eq!(headers["buried-reason"], "rejected", "{path}");
@@ -137,9 +137,9 @@ impl StdError for Failure {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_handler_may_have_an_error_of_its_own_type() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
-    let worker = RetryConsumer::builder(work.url(), WORK)
+    let worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(one_level())
         .on_event(journal.hook())
         .classify(|failure: &Failure| match failure {
@@ -160,9 +160,9 @@ async fn a_handler_may_have_an_error_of_its_own_type() {
         .await
         .unwrap();
     for body in ["marked", "classified", "plain", "good"] {
-        work.publish(BasicProperties::default(), body).await;
+        scene.publish(BasicProperties::default(), body).await;
     }
-    let buried = buried(&work, &journal, 3).await;
+    let buried = buried(&scene, &journal, 3).await;
     let reason = |body: &str| buried[body]["headers"]["buried-reason"].clone();
     assert_eq!(reason("marked"), "rejected");
     assert_eq!(reason("classified"), "undecodable");
@@ -173,22 +173,22 @@ async fn a_handler_may_have_an_error_of_its_own_type() {
 
     // And one with anyhow's.
     let journal = Journal::default();
-    let _worker = RetryConsumer::builder(work.url(), WORK)
+    let _worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(one_level())
         .on_event(journal.hook())
         .handler_with_error(|_: Job| async move { marked("as context") })
         .start()
         .await
         .unwrap();
-    work.publish(BasicProperties::default(), "").await;
+    scene.publish(BasicProperties::default(), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Rejected]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
-    let _worker = RetryConsumer::builder(work.url(), WORK)
+    let _worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(one_level())
         .on_event(journal.hook())
         .handler_timeout(SECOND)
@@ -229,9 +229,9 @@ async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
         ("no answer", "exhausted", "failed", 2),
     ];
     for (body, ..) in expected {
-        work.publish(BasicProperties::default(), body).await;
+        scene.publish(BasicProperties::default(), body).await;
     }
-    let buried = buried(&work, &journal, expected.len() as u32).await;
+    let buried = buried(&scene, &journal, expected.len() as u32).await;
     for (body, reason, kind, count) in expected {
         let headers = &buried[body]["headers"];
         assert_eq!(headers["buried-reason"], reason, "{body}");
@@ -242,9 +242,9 @@ async fn classifiers_are_asked_in_their_order_about_timeouts_and_panics_too() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
-    let _worker = RetryConsumer::builder(work.url(), WORK)
+    let _worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(one_level())
         .on_event(journal.hook())
         .handler_timeout(SECOND)
@@ -260,9 +260,9 @@ async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
         .unwrap();
     for body in ["timeout", "panic", "{"] {
         let json = BasicProperties::default().with_content_type("application/json".into());
-        work.publish(json, body).await;
+        scene.publish(json, body).await;
     }
-    let buried = buried(&work, &journal, 3).await;
+    let buried = buried(&scene, &journal, 3).await;
     for (body, kind, reason, error) in [
         ("timeout", "timeout", "exhausted", "the handler was cancelled after 1s"),
         ("panic", "panic", "exhausted", "the handler panicked: on purpose"),
@@ -277,12 +277,12 @@ async fn without_a_classifier_timeouts_panics_and_bodies_tell_their_kind() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
     let settings = Settings::new(one_level())
         .on_event(|event| panic!("a hook's own fault: {event:?}"))
         .on_event(journal.hook());
-    let worker = RetryConsumer::builder(work.url(), WORK)
+    let worker = RetryConsumer::builder(scene.url(), WORK)
         .settings(settings)
         .handler(|job: Job| async move {
             match job.body() {
@@ -294,29 +294,29 @@ async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
         .await
         .unwrap();
     for body in ["good", "bad", "good"] {
-        work.publish(BasicProperties::default(), body).await;
+        scene.publish(BasicProperties::default(), body).await;
     }
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
     journal.until_done(2).await;
     assert_eq!(journal.delays(), [SECOND]);
     worker.shutdown(SECOND).await;
-    let left = crate::support::count(&work.channel, WORK).await;
+    let left = crate::support::count(&scene.channel, WORK).await;
     assert_eq!(left, 0, "what was told is settled");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn events_that_nobody_reads_are_dropped_and_counted_and_hold_up_no_job() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
     let (settings, mut events) = Settings::new(one_level()).on_event(journal.hook()).events(5);
-    let worker = RetryConsumer::builder(work.url(), WORK)
+    let worker = RetryConsumer::builder(scene.url(), WORK)
         .settings(settings)
         .handler(|_: Job| async { Ok(()) })
         .start()
         .await
         .unwrap();
     for _ in 0..20 {
-        work.publish(BasicProperties::default(), "").await;
+        scene.publish(BasicProperties::default(), "").await;
     }
     journal.until_done(20).await;
     // It is told to one hook after the other.

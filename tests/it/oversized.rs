@@ -3,12 +3,12 @@
 //! again dies of it again; `lapin_oversized_headers` pins that. Here: what the two ways in do about it.
 
 use crate::support::{
-    CORRELATION_ID, Journal, PATIENCE, QueueType, RawPublisher, Scene, WORK, connect, consume,
-    count, declare_work_queue, eventually, publish, quick, short, table, within,
+    CORRELATION_ID, Journal, PATIENCE, RawPublisher, Scene, WORK, connect, consume, count,
+    declare_work_queue, eventually, publish, quick, short, table, within,
 };
 use futures_util::StreamExt;
 use lapin::{BasicProperties, types::AMQPValue};
-use lapin_retry::{Broker, Error, ErrorKind, Event, Retry, RetryConsumer};
+use lapin_retry::{Broker, Error, ErrorKind, Event, QueueType, Retry, RetryConsumer};
 use std::time::Duration;
 
 /// Passes through the broker on its way in, but leaves no room for what a lane adds.
@@ -58,7 +58,7 @@ async fn kept_away(journal: &Journal) -> Error {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_keeps_away_from_an_oversized_head_and_says_how_to_take_it_out() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     oversized(&scene).await;
     let journal = Journal::default();
     let handle = consumer(&Broker::from(scene.url()), WORK, &journal).await;
@@ -83,7 +83,7 @@ async fn a_consumer_keeps_away_from_an_oversized_head_and_says_how_to_take_it_ou
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_head_with_a_property_that_is_not_utf8_is_kept_away_from_as_well() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut publisher = RawPublisher::connect(&scene.url());
     publisher.publish(WORK, CORRELATION_ID, &short(&[0xFF; 16]), b"job");
     let journal = Journal::default();
@@ -97,7 +97,7 @@ async fn a_head_with_a_property_that_is_not_utf8_is_kept_away_from_as_well() {
 /// Everybody on the connection is told the same error, so those whose queue is fine must find out.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_of_another_queue_on_the_same_broker_is_disturbed_once_and_works_on() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     oversized(&scene).await;
     declare_work_queue(&scene.channel, "fine", QueueType::Quorum).await;
     let broker = Broker::from(scene.url());
@@ -122,7 +122,7 @@ async fn a_consumer_of_another_queue_on_the_same_broker_is_disturbed_once_and_wo
 /// Were they prefetched together with it, its death would count as a delivery of theirs, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_before_an_unreadable_one_are_done_and_those_behind_it_are_left_alone() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     for id in ["a", "b", "c"] {
         scene.job(id, table([]), b"").await;
     }
@@ -149,7 +149,7 @@ async fn jobs_before_an_unreadable_one_are_done_and_those_behind_it_are_left_alo
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_users_own_loop_is_told_of_an_unreadable_head_as_its_last_item() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     oversized(&scene).await;
     let retry = Retry::attach(scene.url(), WORK, quick()).await.unwrap();
     let own = connect(&scene.url()).await;

@@ -1,8 +1,8 @@
 //! A consumer in a pause: what it holds, what ends the pause, and what may happen meanwhile.
 
 use crate::{
-    support::{PATIENCE, Proxy, broker_addr, count, eventually, table, within},
-    workshop::{Provider, WORK, Workshop, ms},
+    support::{PATIENCE, Proxy, WORK, broker_addr, count, eventually, table, within},
+    workshop::{Provider, Workshop, ms},
 };
 use lapin::{BasicProperties, types::AMQPValue};
 use lapin_retry::{Event, Handle, Job, PauseKind, Resumed, RetryConsumer, outage};
@@ -26,7 +26,7 @@ async fn no_consumer_is_listed(shop: &Workshop) {
 
 /// One job reported an outage, and the next wait is long.
 async fn in_a_long_pause(shop: &Workshop, jobs: usize, concurrency: usize) -> Handle {
-    shop.publish(jobs).await;
+    shop.jobs(jobs).await;
     let consumer = shop.consumer(LONG, LONG).concurrency(concurrency).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -37,7 +37,7 @@ async fn in_a_long_pause(shop: &Workshop, jobs: usize, concurrency: usize) -> Ha
 async fn a_paused_consumer_is_not_listed_and_its_jobs_are_ready_while_running_handlers_finish() {
     let shop = Workshop::in_an_outage().await;
     shop.provider.open(false);
-    shop.publish(20).await;
+    shop.jobs(20).await;
     let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = shop.consumer(LONG, LONG).concurrency(3).handler(move |job: Job| {
         let (journal, provider) = (journal.clone(), Arc::clone(&provider));
@@ -56,7 +56,7 @@ async fn a_paused_consumer_is_not_listed_and_its_jobs_are_ready_while_running_ha
     let handle = consumer.start().await.unwrap();
     shop.until_calls(3).await;
     shop.provider.set_down(false);
-    shop.until_ready(18).await;
+    shop.holds(WORK, 18).await;
     no_consumer_is_listed(&shop).await;
     shop.provider.open(true);
     let ended = async || {
@@ -65,7 +65,7 @@ async fn a_paused_consumer_is_not_listed_and_its_jobs_are_ready_while_running_ha
     };
     eventually("the success is acked and the failure retried", PATIENCE, ended).await;
     // The one that was retried comes back after its level, and waits as the others do.
-    shop.until_ready(19).await;
+    shop.holds(WORK, 19).await;
     assert_eq!(shop.journal.attempted(), 3);
     handle.shutdown(GRACE).await;
     assert_eq!(count(&shop.channel, WORK).await, 19);
@@ -80,8 +80,8 @@ async fn a_pause_by_hand_lasts_until_it_is_resumed_by_hand() {
     handle.pause();
     handle.pause();
     no_consumer_is_listed(&shop).await;
-    shop.publish(10).await;
-    shop.until_ready(10).await;
+    shop.jobs(10).await;
+    shop.holds(WORK, 10).await;
     handle.resume();
     shop.until_done(10).await;
     handle.shutdown(GRACE).await;
@@ -127,7 +127,7 @@ async fn resume_and_reload_end_a_pause_before_any_other_job_is_tried() {
 #[tokio::test(flavor = "multi_thread")]
 async fn resume_during_a_probe_needs_not_wait_for_it_and_its_outage_pauses_nothing() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(10).await;
+    shop.jobs(10).await;
     let (journal, provider) = (shop.journal.clone(), Arc::clone(&shop.provider));
     let consumer = shop.consumer(ms(50), ms(50)).concurrency(10).prefetch(10);
     let tried = Provider::new(true);
@@ -173,7 +173,7 @@ async fn shutdown_works_in_a_pause_and_while_a_probe_waits_for_a_job_or_runs() {
     drop(shop);
 
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = shop.consumer(ms(50), ms(50)).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -184,7 +184,7 @@ async fn shutdown_works_in_a_pause_and_while_a_probe_waits_for_a_job_or_runs() {
     drop(shop);
 
     let shop = Workshop::in_an_outage().await;
-    shop.publish(5).await;
+    shop.jobs(5).await;
     let consumer = shop.consumer(ms(200), ms(200)).concurrency(1).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -205,7 +205,7 @@ async fn shutdown_works_in_a_pause_and_while_a_probe_waits_for_a_job_or_runs() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_probe_that_outlasts_the_grace_is_cut_short_and_given_back() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = shop.consumer(ms(50), ms(50)).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -222,7 +222,7 @@ async fn a_probe_that_outlasts_the_grace_is_cut_short_and_given_back() {
 async fn a_probe_that_fails_in_any_other_way_ends_the_pause() {
     for how in ["fails", "panics", "times out"] {
         let shop = Workshop::in_an_outage().await;
-        shop.publish(10).await;
+        shop.jobs(10).await;
         let journal = shop.journal.clone();
         let consumer = shop.consumer(ms(50), ms(50)).concurrency(1).handler_timeout(ms(100));
         let consumer = consumer.handler(move |job: Job| {
@@ -250,7 +250,7 @@ async fn a_probe_that_fails_in_any_other_way_ends_the_pause() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_delivery_that_is_no_job_to_run_is_no_probe() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let consumer = shop.consumer(ms(1500), ms(1500)).handler(shop.handler());
     let handle = consumer.start().await.unwrap();
     shop.until_paused(1).await;
@@ -264,7 +264,7 @@ async fn a_delivery_that_is_no_job_to_run_is_no_probe() {
     shop.publish_job("odd", ours("retry-not-before", "9999-12-31T23:59:59Z")).await;
     let later = rfc3339(SystemTime::now() + LONG);
     shop.publish_job("later", ours("retry-not-before", &later)).await;
-    shop.publish(3).await;
+    shop.jobs(3).await;
     shop.provider.set_down(false);
     shop.until_done(3).await;
     assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
@@ -296,7 +296,7 @@ async fn a_probe_needs_no_permit_of_a_handler_that_hangs() {
     shop.provider.open(false);
     let handle = consumer.start().await.unwrap();
     shop.until_calls(1).await;
-    shop.publish(3).await;
+    shop.jobs(3).await;
     shop.until_paused(4).await;
     shop.provider.set_down(false);
     shop.until_done(3).await;
@@ -310,8 +310,8 @@ async fn a_probe_needs_no_permit_of_a_handler_that_hangs() {
 async fn a_connection_that_is_cut_in_the_pauses_and_probes_of_an_outage_loses_nothing() {
     let shop = Workshop::in_an_outage().await;
     let proxy = Proxy::start(broker_addr()).await;
-    shop.publish(100).await;
-    let consumer = RetryConsumer::builder(proxy.url(&shop.vhost.url()), WORK)
+    shop.jobs(100).await;
+    let consumer = RetryConsumer::builder(proxy.url(&shop.url()), WORK)
         .settings(shop.settings(ms(100), ms(300)))
         .concurrency(5)
         .handler(shop.handler());
@@ -337,7 +337,7 @@ async fn a_connection_that_is_cut_in_the_pauses_and_probes_of_an_outage_loses_no
 async fn a_job_whose_wait_ends_in_the_pause_is_not_run_in_it() {
     let shop = Workshop::in_an_outage().await;
     shop.provider.open(false);
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let handle = shop.consumer(LONG, LONG).handler(shop.handler()).start().await.unwrap();
     shop.until_calls(1).await;
     let soon = rfc3339(SystemTime::now() + ms(990));
@@ -346,11 +346,11 @@ async fn a_job_whose_wait_ends_in_the_pause_is_not_run_in_it() {
         ("retry-not-before", AMQPValue::LongString(soon.into())),
     ]);
     shop.publish_job("soon", BasicProperties::default().with_headers(headers)).await;
-    shop.until_ready(0).await;
+    shop.holds(WORK, 0).await;
     shop.provider.open(true);
     shop.until_paused(1).await;
     let calls = shop.journal.attempted();
-    shop.until_ready(2).await;
+    shop.holds(WORK, 2).await;
     let began = Instant::now();
     eventually("its time has come", PATIENCE, async || began.elapsed() > ms(1200)).await;
     assert_eq!(shop.journal.attempted(), calls);

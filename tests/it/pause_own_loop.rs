@@ -1,8 +1,8 @@
 //! A pause in the user's own loop: the stream waits, and after the wait it gives out one job.
 
 use crate::{
-    support::{PATIENCE, connect, consume, eventually, next, table, within},
-    workshop::{WORK, Workshop, ms},
+    support::{PATIENCE, WORK, connect, consume, eventually, next, table, within},
+    workshop::{Workshop, ms},
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Connection, Consumer, types::AMQPValue};
@@ -13,7 +13,7 @@ use std::time::{Duration, SystemTime};
 const LONG: Duration = Duration::from_secs(3600);
 
 async fn attach(shop: &Workshop, first: Duration) -> (Retry, Connection) {
-    let url = shop.vhost.url();
+    let url = shop.url();
     let retry = Retry::attach(url.as_str(), WORK, shop.settings(first, first)).await.unwrap();
     (retry, connect(&url).await)
 }
@@ -37,7 +37,7 @@ async fn done(job: UnsettledJob) {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_stream_waits_then_gives_out_one_job_and_goes_on_when_it_got_through() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(10).await;
+    shop.jobs(10).await;
     let (retry, connection) = attach(&shop, ms(300)).await;
     let mut jobs = retry.jobs(consumer(&connection, 10).await);
     assert_eq!(retry.paused(), None);
@@ -67,7 +67,7 @@ async fn the_stream_waits_then_gives_out_one_job_and_goes_on_when_it_got_through
 #[tokio::test(flavor = "multi_thread")]
 async fn resume_lets_the_stream_go_on_at_once() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(3).await;
+    shop.jobs(3).await;
     let (retry, connection) = attach(&shop, LONG).await;
     let mut jobs = retry.jobs(consumer(&connection, 10).await);
     let first = job(&mut jobs).await;
@@ -84,7 +84,7 @@ async fn resume_lets_the_stream_go_on_at_once() {
 #[tokio::test(flavor = "multi_thread")]
 async fn of_several_streams_and_accepts_one_gets_the_probe() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(40).await;
+    shop.jobs(40).await;
     let (retry, connection) = attach(&shop, ms(200)).await;
     let mut one = retry.jobs(consumer(&connection, 5).await);
     let mut other = retry.jobs(consumer(&connection, 5).await);
@@ -112,7 +112,7 @@ async fn of_several_streams_and_accepts_one_gets_the_probe() {
 #[tokio::test(flavor = "multi_thread")]
 async fn whoever_goes_away_with_the_right_to_try_a_job_does_not_take_it_along() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let (retry, connection) = attach(&shop, ms(50)).await;
     let mut jobs = retry.jobs(consumer(&connection, 1).await);
     down(job(&mut jobs).await).await;
@@ -124,7 +124,7 @@ async fn whoever_goes_away_with_the_right_to_try_a_job_does_not_take_it_along() 
     assert!(tokio::time::timeout(ms(300), idle.next()).await.is_err());
     drop(idle);
     // A job that is tried, and is dropped.
-    shop.publish(2).await;
+    shop.jobs(2).await;
     let mut jobs = retry.jobs(consumer(&connection, 1).await);
     drop(job(&mut jobs).await);
     // Given back, it is tried again.
@@ -139,7 +139,7 @@ async fn whoever_goes_away_with_the_right_to_try_a_job_does_not_take_it_along() 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_the_stream_kept_through_the_pause_is_a_probe_like_any_other() {
     let shop = Workshop::in_an_outage().await;
-    shop.publish(1).await;
+    shop.jobs(1).await;
     let (retry, connection) = attach(&shop, ms(2000)).await;
     let mut jobs = retry.jobs(consumer(&connection, 10).await);
     let first = job(&mut jobs).await;
@@ -149,7 +149,7 @@ async fn a_job_that_the_stream_kept_through_the_pause_is_a_probe_like_any_other(
         ("retry-not-before", AMQPValue::LongString(soon.into())),
     ]);
     shop.publish_job("soon", BasicProperties::default().with_headers(headers)).await;
-    shop.until_ready(0).await;
+    shop.holds(WORK, 0).await;
     assert!(tokio::time::timeout(ms(50), jobs.next()).await.is_err(), "not due");
     down(first).await;
     let kept = job(&mut jobs).await;

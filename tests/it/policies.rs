@@ -16,7 +16,7 @@ use lapin_retry::{
 };
 use tokio::sync::Semaphore;
 
-use crate::support::{Journal, PATIENCE, WORK, Work, eventually, ours, publish, table};
+use crate::support::{Journal, PATIENCE, Scene, WORK, eventually, ours, publish, table};
 
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -25,10 +25,10 @@ fn plain<const N: usize>(seconds: [u64; N]) -> RetryPolicy {
 }
 
 /// A worker whose every call fails.
-async fn failing(work: &Work, policies: impl Into<Policies>) -> (Handle, Journal) {
+async fn failing(scene: &Scene, policies: impl Into<Policies>) -> (Handle, Journal) {
     let journal = Journal::default();
     let calls = journal.clone();
-    let handle = RetryConsumer::builder(work.url(), WORK)
+    let handle = RetryConsumer::builder(scene.url(), WORK)
         .policies(policies.into())
         .on_event(journal.hook())
         .handler(move |job: Job| {
@@ -42,9 +42,9 @@ async fn failing(work: &Work, policies: impl Into<Policies>) -> (Handle, Journal
 }
 
 /// Publishes a job, and tells which lane it is sent to after its failure.
-async fn lane_of(work: &Work, journal: &Journal, properties: BasicProperties) -> Duration {
+async fn lane_of(scene: &Scene, journal: &Journal, properties: BasicProperties) -> Duration {
     let before = journal.delays().len();
-    work.publish(properties, "").await;
+    scene.publish(properties, "").await;
     eventually("it is retried", PATIENCE, async || journal.delays().get(before).copied()).await
 }
 
@@ -58,37 +58,38 @@ fn unix(at: SystemTime) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_gets_the_policy_of_its_type_and_another_the_default() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let policies =
         Policies::new(plain([30])).with("sync", plain([40, 50])).with("mail", plain([60, 40]));
-    let (_worker, journal) = failing(&work, policies).await;
-    assert_eq!(lane_of(&work, &journal, kind("sync")).await, 40 * SECOND);
-    assert_eq!(lane_of(&work, &journal, kind("mail")).await, 60 * SECOND);
-    assert_eq!(lane_of(&work, &journal, kind("unheard-of")).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 30 * SECOND);
+    let (_worker, journal) = failing(&scene, policies).await;
+    assert_eq!(lane_of(&scene, &journal, kind("sync")).await, 40 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, kind("mail")).await, 60 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, kind("unheard-of")).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 30 * SECOND);
     // The level of 40 s is one lane for both.
     let shared = ["buried", "retry.00030s", "retry.00040s", "retry.00050s", "retry.00060s"];
-    assert_eq!(work.queues(), shared);
+    assert_eq!(scene.queues(), shared);
     // The second level is the own policy's, too; the default has none.
     let second = |name| {
         let count = ("retry-count", AMQPValue::LongLongInt(1));
         ours([count]).with_type(name)
     };
-    assert_eq!(lane_of(&work, &journal, second("sync".into())).await, 50 * SECOND);
-    assert_eq!(lane_of(&work, &journal, second("mail".into())).await, 40 * SECOND);
-    work.publish(second("unheard-of".into()), "").await;
+    assert_eq!(lane_of(&scene, &journal, second("sync".into())).await, 50 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, second("mail".into())).await, 40 * SECOND);
+    scene.publish(second("unheard-of".into()), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_policy_by_routing_key_is_chosen_by_the_original_one_also_on_a_retry() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let exchange = ExchangeDeclareOptions { durable: true, ..ExchangeDeclareOptions::default() };
     let none = FieldTable::default;
     let topic = ExchangeKind::Topic;
-    work.channel.exchange_declare("shop".into(), topic, exchange, none()).await.unwrap();
+    scene.channel.exchange_declare("shop".into(), topic, exchange, none()).await.unwrap();
     let bind = QueueBindOptions::default();
-    work.channel
+    scene
+        .channel
         .queue_bind(WORK.into(), "shop".into(), "order.*".into(), bind, none())
         .await
         .unwrap();
@@ -97,56 +98,56 @@ async fn a_policy_by_routing_key_is_chosen_by_the_original_one_also_on_a_retry()
         .with("order.new", plain([1, 2, 40]))
         // What the raw delivery of a retry shows.
         .with(WORK, plain([60, 60, 60]));
-    let (_worker, journal) = failing(&work, policies).await;
-    publish(&work.channel, "shop", "order.new", BasicProperties::default(), b"").await;
+    let (_worker, journal) = failing(&scene, policies).await;
+    publish(&scene.channel, "shop", "order.new", BasicProperties::default(), b"").await;
     eventually("the third failure", PATIENCE, async || journal.delays().len() == 3).await;
     assert_eq!(journal.delays(), [SECOND, 2 * SECOND, 40 * SECOND]);
-    publish(&work.channel, "shop", "order.old", BasicProperties::default(), b"").await;
+    publish(&scene.channel, "shop", "order.old", BasicProperties::default(), b"").await;
     eventually("the default", PATIENCE, async || journal.delays().len() == 4).await;
     assert_eq!(journal.delays()[3], 30 * SECOND);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_policy_can_be_chosen_by_a_header() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let policies = Policies::new(plain([30]))
         .select(Select::Header("tenant".to_owned()))
         .with("blue", plain([40]));
-    let (_worker, journal) = failing(&work, policies).await;
+    let (_worker, journal) = failing(&scene, policies).await;
     let tenant = |value| {
         let headers = table([("tenant", value)]);
         kind("blue").with_headers(headers)
     };
     let text = |text: &str| AMQPValue::LongString(text.into());
-    assert_eq!(lane_of(&work, &journal, tenant(text("blue"))).await, 40 * SECOND);
-    assert_eq!(lane_of(&work, &journal, tenant(text("red"))).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &journal, tenant(AMQPValue::LongLongInt(1))).await, 30 * SECOND);
-    assert_eq!(lane_of(&work, &journal, kind("blue")).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, tenant(text("blue"))).await, 40 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, tenant(text("red"))).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, tenant(AMQPValue::LongLongInt(1))).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, kind("blue")).await, 30 * SECOND);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn policies_of_more_than_200_queues_are_refused_and_make_none() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let many = (1..=4).fold(Policies::new(RetryPolicy::default()), |policies, n| {
         let own = RetryPolicy::new((1..=5).map(|level| n * 1000 + level)).lanes(8);
         policies.with(format!("type-{n}"), own)
     });
     let consumer =
-        RetryConsumer::builder(work.url(), WORK).policies(many).handler(|_: Job| async { Ok(()) });
+        RetryConsumer::builder(scene.url(), WORK).policies(many).handler(|_: Job| async { Ok(()) });
     let refused = consumer.start().await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::Configuration);
     assert!(refused.to_string().contains("217 queues for \"work\""), "{refused}");
     assert!(refused.to_string().contains("at most 200"), "{refused}");
-    assert!(work.queues().is_empty());
+    assert!(scene.queues().is_empty());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_old_rules() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let (journal, started) = (Journal::default(), Arc::new(Semaphore::new(0)));
     let fail = Arc::new(Semaphore::new(0));
     let (start, may_fail) = (Arc::clone(&started), Arc::clone(&fail));
-    let worker = RetryConsumer::builder(work.url(), WORK)
+    let worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(plain([30]))
         .on_event(journal.hook())
         .handler(move |job: Job| {
@@ -162,12 +163,12 @@ async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_ol
         .start()
         .await
         .unwrap();
-    work.publish(BasicProperties::default(), "slow").await;
+    scene.publish(BasicProperties::default(), "slow").await;
     started.acquire().await.unwrap().forget();
 
     worker.reload(plain([40])).await.unwrap();
-    assert_eq!(work.queues(), ["buried", "retry.00030s", "retry.00040s"], "made beforehand");
-    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
+    assert_eq!(scene.queues(), ["buried", "retry.00030s", "retry.00040s"], "made beforehand");
+    assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
     fail.add_permits(1);
     eventually("the slow one fails", PATIENCE, async || journal.delays().len() == 2).await;
     assert_eq!(journal.delays()[1], 30 * SECOND, "it came in under the old rules");
@@ -181,23 +182,23 @@ async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_ol
     for policies in impossible {
         let refused = worker.reload(policies).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Configuration, "{refused}");
-        assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
+        assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
     }
     // So is what the broker does not give.
-    work.vhost.api().set_vhost_limit_max_queues(4);
+    scene.vhost.api().set_vhost_limit_max_queues(4);
     let refused = worker.reload(RetryPolicy::new([50]).lanes(4)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::QueueLimit, "{refused}");
-    assert_eq!(lane_of(&work, &journal, BasicProperties::default()).await, 40 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
     worker.shutdown(SECOND).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_work() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let (journal, fail) = (Journal::default(), Arc::new(Semaphore::new(0)));
     let (may_fail, started) = (Arc::clone(&fail), Arc::new(Semaphore::new(0)));
     let start = Arc::clone(&started);
-    let worker = RetryConsumer::builder(work.url(), WORK)
+    let worker = RetryConsumer::builder(scene.url(), WORK)
         .policy(plain([30]))
         .on_event(journal.hook())
         .handler(move |_: Job| {
@@ -211,10 +212,10 @@ async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_wo
         .start()
         .await
         .unwrap();
-    work.publish(BasicProperties::default(), "").await;
+    scene.publish(BasicProperties::default(), "").await;
     started.acquire().await.unwrap().forget();
     worker.reload(plain([40])).await.unwrap();
-    work.channel.queue_delete("work.retry.00030s".into(), Default::default()).await.unwrap();
+    scene.channel.queue_delete("work.retry.00030s".into(), Default::default()).await.unwrap();
     fail.add_permits(1);
     eventually("it is retried", PATIENCE, async || journal.delays() == [30 * SECOND]).await;
     worker.shutdown(SECOND).await;
@@ -222,57 +223,57 @@ async fn a_lane_of_the_old_rules_that_went_missing_is_made_again_for_a_job_at_wo
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_whose_next_delay_would_pass_its_policys_age_is_buried_now() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let policies = Policies::new(plain([30]).max_age(29 * SECOND))
         .with("young", plain([1, 30]).max_age(29 * SECOND))
         .with("old", plain([30]).max_age(3600 * SECOND));
-    let (_worker, journal) = failing(&work, policies).await;
-    work.publish(BasicProperties::default(), "").await;
+    let (_worker, journal) = failing(&scene, policies).await;
+    scene.publish(BasicProperties::default(), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Expired]);
     assert_eq!(journal.attempted(), 1);
-    let buried = work.take_buried(1).await.remove(0);
+    let buried = scene.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["buried-reason"], "expired");
     assert_eq!(buried["headers"]["retry-count"], 1);
     assert_eq!(buried["headers"]["retry-error"], "no");
     // One level fits into the age, the next does not.
-    work.publish(kind("young"), "").await;
+    scene.publish(kind("young"), "").await;
     assert_eq!(journal.until_buried(2).await[1], BuriedReason::Expired);
     assert_eq!((journal.delays(), journal.attempted()), (vec![SECOND], 3));
-    assert_eq!(lane_of(&work, &journal, kind("old")).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, kind("old")).await, 30 * SECOND);
     // Half an hour old, and an hour.
     let now = SystemTime::now();
     let aged = |minutes: u32| kind("old").with_timestamp(unix(now - minutes * 60 * SECOND));
-    assert_eq!(lane_of(&work, &journal, aged(30)).await, 30 * SECOND);
+    assert_eq!(lane_of(&scene, &journal, aged(30)).await, 30 * SECOND);
     let before = journal.attempted();
-    work.publish(aged(61), "").await;
+    scene.publish(aged(61), "").await;
     assert_eq!(journal.until_buried(3).await[2], BuriedReason::Expired);
     assert_eq!(journal.attempted(), before, "it arrived past its age, and was run");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_message_that_expires_is_buried_when_its_next_delay_would_pass_that() {
-    let work = Work::new().await;
-    let (_worker, journal) = failing(&work, plain([1, 30])).await;
+    let scene = Scene::new().await;
+    let (_worker, journal) = failing(&scene, plain([1, 30])).await;
     let lives = |ms: &str| BasicProperties::default().with_expiration(ms.into());
     // It fits once; the retry has the deadline in place of the expiration.
-    work.publish(lives("29000"), "").await;
+    scene.publish(lives("29000"), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Expired]);
     assert_eq!((journal.delays(), journal.attempted()), (vec![SECOND], 2));
-    let buried = work.take_buried(1).await.remove(0);
+    let buried = scene.take_buried(1).await.remove(0);
     assert!(buried["headers"]["retry-deadline"].is_string(), "{buried}");
     assert_eq!(buried["headers"]["retry-count"], 2);
     assert!(buried["properties"].get("expiration").is_none(), "{buried}");
     // Its life began before it was published here.
     let a_minute_ago = unix(SystemTime::now() - 60 * SECOND);
-    work.publish(lives("60500").with_timestamp(a_minute_ago), "").await;
+    scene.publish(lives("60500").with_timestamp(a_minute_ago), "").await;
     assert_eq!(journal.until_buried(2).await[1], BuriedReason::Expired);
     let after_a_run = journal.attempted();
-    work.publish(lives("30000").with_timestamp(a_minute_ago), "").await;
+    scene.publish(lives("30000").with_timestamp(a_minute_ago), "").await;
     let past = humantime::format_rfc3339_millis(SystemTime::now() - SECOND).to_string();
-    work.publish(ours([("retry-deadline", AMQPValue::LongString(past.into()))]), "").await;
+    scene.publish(ours([("retry-deadline", AMQPValue::LongString(past.into()))]), "").await;
     assert_eq!(journal.until_buried(4).await[2..], [BuriedReason::Expired; 2]);
     assert_eq!(journal.attempted(), after_a_run, "they arrived too late, and were run");
-    for buried in work.take_buried(3).await {
+    for buried in scene.take_buried(3).await {
         assert_eq!(buried["headers"]["buried-reason"], "expired");
         assert_eq!(buried["headers"]["retry-original-routing-key"], WORK);
     }

@@ -4,16 +4,15 @@
 use std::time::{Duration, SystemTime};
 
 use crate::support::{
-    Attempt, Journal, PATIENCE, QueueType, Vhost, amqp_uri, confirm_channel, connect, count,
-    declare_work_queue, eventually, publish, table,
+    Attempt, PATIENCE, Scene, amqp_uri, count, declare_work_queue, eventually, publish, table,
 };
 use lapin::{
-    BasicProperties, Channel, Connection,
+    BasicProperties,
     message::Delivery,
     options::{BasicGetOptions, QueueBindOptions},
     types::{AMQPValue, DecimalValue, FieldArray, FieldTable},
 };
-use lapin_retry::{Handle, Jitter, RetryConsumer, RetryPolicy, Settings};
+use lapin_retry::{Handle, Jitter, QueueType, RetryConsumer, RetryPolicy, Settings};
 
 const EXCHANGE: &str = "amq.topic";
 const KEY: &str = "order.created";
@@ -34,12 +33,8 @@ const BROKERS: [&str; 9] = [
 
 /// A worker of `orders`, a queue of a topic exchange, whose jobs fail at every level.
 struct Road {
-    channel: Channel,
-    journal: Journal,
     _worker: Handle,
-    _connection: Connection,
-    // Last, so that the connection is gone before its vhost.
-    _vhost: Vhost,
+    scene: Scene,
 }
 
 /// Where a job was seen: at each attempt, and in the buried queue.
@@ -50,35 +45,33 @@ struct Trip {
 
 impl Road {
     async fn new(kind: QueueType) -> Self {
-        let vhost = Vhost::new().await;
-        let connection = connect(&vhost.url()).await;
-        let channel = confirm_channel(&connection).await;
-        declare_work_queue(&channel, "orders", kind).await;
+        let scene = Scene::with("orders", kind).await;
         let (queue, exchange, key) = ("orders".into(), EXCHANGE.into(), "order.*".into());
         let (options, arguments) = (QueueBindOptions::default(), FieldTable::default());
-        channel.queue_bind(queue, exchange, key, options, arguments).await.unwrap();
-        let journal = Journal::default();
+        scene.channel.queue_bind(queue, exchange, key, options, arguments).await.unwrap();
         let policy = RetryPolicy::new(["100ms", "200ms", "300ms"]).jitter(Jitter::None);
-        let worker = RetryConsumer::builder(vhost.url(), "orders")
-            .settings(Settings::new(policy).queue_type(kind.into()))
-            .on_event(journal.hook())
-            .handler(journal.handler(|_| u32::MAX))
+        let worker = RetryConsumer::builder(scene.url(), "orders")
+            .settings(Settings::new(policy).queue_type(kind))
+            .on_event(scene.journal.hook())
+            .handler(scene.journal.handler(|_| u32::MAX))
             .start()
             .await
             .unwrap();
-        Self { channel, journal, _worker: worker, _connection: connection, _vhost: vhost }
+        Self { _worker: worker, scene }
     }
 
     /// Publishes the only job under way, and returns when it is buried.
     async fn travel(&self, properties: BasicProperties, body: &[u8]) -> Trip {
-        let (ended, attempted) = (self.journal.ends().len(), self.journal.attempts().len());
-        publish(&self.channel, EXCHANGE, KEY, properties, body).await;
-        eventually("it is buried", PATIENCE, async || self.journal.ends().len() > ended).await;
-        self.journal.assert_no_trouble();
-        let attempts = self.journal.attempts()[attempted..].to_vec();
+        let (ended, attempted) =
+            (self.scene.journal.ends().len(), self.scene.journal.attempts().len());
+        publish(&self.scene.channel, EXCHANGE, KEY, properties, body).await;
+        eventually("it is buried", PATIENCE, async || self.scene.journal.ends().len() > ended)
+            .await;
+        self.scene.journal.assert_no_trouble();
+        let attempts = self.scene.journal.attempts()[attempted..].to_vec();
         assert_eq!(attempts.len(), ATTEMPTS);
         let options = BasicGetOptions { no_ack: true };
-        let buried = self.channel.basic_get("orders.buried".into(), options).await.unwrap();
+        let buried = self.scene.channel.basic_get("orders.buried".into(), options).await.unwrap();
         Trip { attempts, buried: buried.expect("the buried job").delivery }
     }
 }
@@ -263,17 +256,17 @@ async fn what_the_broker_notes_about_a_trip_is_not_taken_on_the_next_one() {
 async fn a_retry_sends_no_copy_to_the_cc_and_bcc_queues_again() {
     let road = Road::new(QueueType::Quorum).await;
     for queue in ["copies", "blind"] {
-        declare_work_queue(&road.channel, queue, QueueType::Classic).await;
+        declare_work_queue(&road.scene.channel, queue, QueueType::Classic).await;
         let (options, arguments) = (QueueBindOptions::default(), FieldTable::default());
         let (name, exchange, key) = (queue.into(), EXCHANGE.into(), queue.into());
-        road.channel.queue_bind(name, exchange, key, options, arguments).await.unwrap();
+        road.scene.channel.queue_bind(name, exchange, key, options, arguments).await.unwrap();
     }
     let list = |queue: &str| AMQPValue::FieldArray(vec![long_string(queue)].into());
     let headers = table([("CC", list("copies")), ("BCC", list("blind"))]);
     let trip = road.travel(BasicProperties::default().with_headers(headers), b"job").await;
 
-    assert_eq!(count(&road.channel, "copies").await, 1);
-    assert_eq!(count(&road.channel, "blind").await, 1);
+    assert_eq!(count(&road.scene.channel, "copies").await, 1);
+    assert_eq!(count(&road.scene.channel, "blind").await, 1);
     let headers = trip.headers();
     assert_eq!(headers[0].inner()["CC"], list("copies"));
     for headers in &headers[1..] {

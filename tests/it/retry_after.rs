@@ -13,7 +13,7 @@ use lapin_retry::{
     retry_after,
 };
 
-use crate::support::{Journal, PATIENCE, WORK, Work, consume, count, eventually, ours, within};
+use crate::support::{Journal, PATIENCE, Scene, WORK, consume, count, eventually, ours, within};
 
 const SECOND: Duration = Duration::from_secs(1);
 const HOUR: Duration = Duration::from_secs(3600);
@@ -21,14 +21,14 @@ const DAY: Duration = Duration::from_secs(86_400);
 
 /// A worker that asks `say` how long a job is to wait; without an answer the job is done.
 async fn worker(
-    work: &Work,
+    scene: &Scene,
     policy: RetryPolicy,
     say: impl Fn(&Job) -> Option<Duration> + Send + Sync + 'static,
 ) -> (Handle, Journal) {
     let journal = Journal::default();
     let called = journal.clone();
     let say = Arc::new(say);
-    let handle = RetryConsumer::builder(work.url(), WORK)
+    let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(policy)
         .on_event(journal.hook())
         .handler(move |job: Job| {
@@ -74,14 +74,14 @@ fn apart(header: &serde_json::Value, from: SystemTime) -> Duration {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_herd_that_is_told_to_wait_spreads_over_a_quarter_more_and_nothing_is_early() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let wait = Duration::from_millis(1500);
     // Lanes of 1062 to 2000 ms in steps of 62.5.
     let policy = RetryPolicy::new([2]).lanes(16);
     let say = move |job: &Job| (job.retry_count() == 0).then_some(wait);
-    let (worker, journal) = worker(&work, policy, say).await;
+    let (worker, journal) = worker(&scene, policy, say).await;
     for job in 0..40 {
-        work.publish(BasicProperties::default().with_message_id(job.to_string().into()), "").await;
+        scene.publish(BasicProperties::default().with_message_id(job.to_string().into()), "").await;
     }
     journal.until_done(40).await;
     let mut lanes: Vec<u128> = journal.delays().iter().map(Duration::as_millis).collect();
@@ -100,14 +100,14 @@ async fn a_herd_that_is_told_to_wait_spreads_over_a_quarter_more_and_nothing_is_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn without_a_lane_nearby_the_first_that_is_not_shorter_is_taken() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, without_jitter(&["1s", "20s", "40s"]), |job| {
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s", "20s", "40s"]), |job| {
         Some(Duration::from_millis(std::str::from_utf8(job.body()).unwrap().parse().unwrap()))
     })
     .await;
     for (wait_ms, lane) in [("0", 1), ("1000", 1), ("1001", 20), ("15000", 20), ("20001", 40)] {
         let before = journal.delays().len();
-        work.publish(BasicProperties::default(), wait_ms).await;
+        scene.publish(BasicProperties::default(), wait_ms).await;
         eventually("it is retried", PATIENCE, async || journal.delays().len() > before).await;
         assert_eq!(journal.delays()[before], lane * SECOND, "for {wait_ms} ms");
     }
@@ -115,27 +115,27 @@ async fn without_a_lane_nearby_the_first_that_is_not_shorter_is_taken() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let wait = 12 * SECOND;
     let policy = || without_jitter(&["1s"]);
-    let (first, before) = worker(&work, policy(), move |_| Some(wait)).await;
+    let (first, before) = worker(&scene, policy(), move |_| Some(wait)).await;
     let now = SystemTime::now();
-    work.publish(BasicProperties::default(), "").await;
+    scene.publish(BasicProperties::default(), "").await;
     before
         .first("the first hop", |event| matches!(event, Event::Retried { .. }).then_some(()))
         .await;
     assert_eq!(before.delays(), [SECOND]);
     first.shutdown(SECOND).await;
 
-    eventually("the first hop ends", PATIENCE, async || count(&work.channel, WORK).await == 1)
+    eventually("the first hop ends", PATIENCE, async || count(&scene.channel, WORK).await == 1)
         .await;
-    let hopping = work.vhost.api().peek(WORK, 1).remove(0);
+    let hopping = scene.vhost.api().peek(WORK, 1).remove(0);
     assert_eq!(hopping["headers"]["retry-count"], 1);
     let end = apart(&hopping["headers"]["retry-not-before"], now);
     assert!(end >= wait && end < wait + 5 * SECOND, "{end:?}");
 
     let say = |job: &Job| (job.retry_count() == 0).then_some(SECOND);
-    let (second, journal) = worker(&work, policy(), say).await;
+    let (second, journal) = worker(&scene, policy(), say).await;
     journal.until_done(1).await;
     assert!(journal.postponed() >= 1, "it should have hopped on");
     let (first_calls, calls) = (before.attempts(), journal.attempts());
@@ -147,12 +147,12 @@ async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_time_that_is_reached_is_told_no_longer_and_the_last_level_still_buries() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let (_worker, journal) =
-        worker(&work, without_jitter(&["1s"]), |_| Some(2500 * SECOND / 1000)).await;
-    work.publish(BasicProperties::default(), "").await;
+        worker(&scene, without_jitter(&["1s"]), |_| Some(2500 * SECOND / 1000)).await;
+    scene.publish(BasicProperties::default(), "").await;
     assert_eq!(journal.until_buried(1).await, [BuriedReason::Exhausted]);
-    let buried = work.take_buried(1).await.remove(0);
+    let buried = scene.take_buried(1).await.remove(0);
     assert_eq!(buried["headers"]["retry-count"], 2);
     assert_eq!(buried["headers"]["buried-reason"], "exhausted");
     assert!(buried["headers"].get("retry-not-before").is_none(), "{buried}");
@@ -167,17 +167,17 @@ async fn a_time_that_is_reached_is_told_no_longer_and_the_last_level_still_burie
 
 #[tokio::test(flavor = "multi_thread")]
 async fn workers_whose_clocks_differ_by_two_seconds_do_not_loop() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s"]), |_| None).await;
     // Its time has come by the clock of a worker that is 2 s ahead of this one.
     let end = in_the_future(2 * SECOND);
-    work.publish(ours([one(), not_before(end)]), "ahead").await;
+    scene.publish(ours([one(), not_before(end)]), "ahead").await;
     journal.until_done(1).await;
     assert!(SystemTime::now() >= end, "this worker's own clock decides");
     assert!(journal.postponed() <= 2, "{} hops", journal.postponed());
     // And by that of one that is 2 s behind it came too late.
     let before = journal.postponed();
-    work.publish(ours([one(), not_before(SystemTime::now() - 2 * SECOND)]), "behind").await;
+    scene.publish(ours([one(), not_before(SystemTime::now() - 2 * SECOND)]), "behind").await;
     journal.until_done(2).await;
     assert_eq!(journal.postponed(), before);
     assert!(journal.attempts().iter().all(|call| call.job.retry_count() == 1));
@@ -185,21 +185,21 @@ async fn workers_whose_clocks_differ_by_two_seconds_do_not_loop() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_use() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, without_jitter(&["1s", "2s", "4s"]), |job| {
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s", "2s", "4s"]), |job| {
         (job.body() == b"a day").then_some(DAY)
     })
     .await;
-    work.publish(BasicProperties::default(), "done at once").await;
+    scene.publish(BasicProperties::default(), "done at once").await;
     journal.until_done(1).await;
     let from_the_start = ["buried", "retry.00001s", "retry.00002s", "retry.00004s"];
-    assert_eq!(work.queues(), from_the_start);
+    assert_eq!(scene.queues(), from_the_start);
 
     let now = SystemTime::now();
-    work.publish(BasicProperties::default(), "a day").await;
-    let held = work.only_job_in("retry.hold.21600000ms").await;
+    scene.publish(BasicProperties::default(), "a day").await;
+    let held = scene.only_job_in("retry.hold.21600000ms").await;
     let hold = ["retry.hold.00600000ms", "retry.hold.03600000ms", "retry.hold.21600000ms"];
-    assert_eq!(work.queues(), [from_the_start.as_slice(), &hold].concat());
+    assert_eq!(scene.queues(), [from_the_start.as_slice(), &hold].concat());
     assert_eq!(held["properties"]["expiration"], "21600000");
     assert_eq!(held["headers"]["retry-count"], 1);
     assert_eq!(held["headers"]["retry-level"], "1/3 1s");
@@ -207,7 +207,7 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
     assert!(end >= DAY && end < DAY + 60 * SECOND, "{end:?}");
     let due = apart(&held["headers"]["retry-due-at"], now);
     assert!(due >= 6 * HOUR && due < 6 * HOUR + 60 * SECOND, "{due:?}");
-    let lane = work.vhost.api().queue("work.retry.hold.21600000ms").unwrap();
+    let lane = scene.vhost.api().queue("work.retry.hold.21600000ms").unwrap();
     assert_eq!(lane["arguments"]["x-message-ttl"], 21_600_000);
     assert_eq!(lane["arguments"]["x-dead-letter-routing-key"], WORK);
 
@@ -220,25 +220,25 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
         // A quarter more than this is enough for 10 min.
         (570 * SECOND, "retry.hold.00600000ms"),
     ] {
-        work.vhost.api().take(&format!("{WORK}.{lane}"), 10);
+        scene.vhost.api().take(&format!("{WORK}.{lane}"), 10);
         let end = in_the_future(left);
-        work.publish(ours([one(), not_before(end)]), "a day").await;
-        let held = work.only_job_in(lane).await;
+        scene.publish(ours([one(), not_before(end)]), "a day").await;
+        let held = scene.only_job_in(lane).await;
         assert!(apart(&held["headers"]["retry-not-before"], end) < Duration::from_millis(2));
         assert_eq!(held["headers"]["retry-count"], 1);
     }
     assert_eq!(journal.attempted(), calls_so_far, "the handler was called in between");
     // The end of it fits into a lane of the policy's own.
     let end = in_the_future(3500 * SECOND / 1000);
-    work.publish(ours([one(), not_before(end)]), "done at last").await;
+    scene.publish(ours([one(), not_before(end)]), "done at last").await;
     journal.until_done(2).await;
     assert!(SystemTime::now() >= end, "early");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
-    let work = Work::new().await;
-    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), |job| match job.body() {
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s"]), |job| match job.body() {
         b"11 years" => Some(11 * 365 * DAY),
         // 10,220 hops of 6 h.
         b"7 years" => Some(7 * 365 * DAY),
@@ -247,22 +247,22 @@ async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
     })
     .await;
     for body in ["11 years", "7 years", "ever"] {
-        work.publish(BasicProperties::default(), body).await;
+        scene.publish(BasicProperties::default(), body).await;
     }
     assert_eq!(journal.until_buried(3).await, [BuriedReason::InvalidHeaders; 3]);
-    for buried in work.take_buried(3).await {
+    for buried in scene.take_buried(3).await {
         assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
         assert_eq!(buried["headers"]["retry-error"], "too many requests");
     }
-    work.publish(BasicProperties::default(), "5 years").await;
-    work.only_job_in("retry.hold.21600000ms").await;
+    scene.publish(BasicProperties::default(), "5 years").await;
+    scene.only_job_in("retry.hold.21600000ms").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_once_it_fails() {
-    let work = Work::new().await;
+    let scene = Scene::new().await;
     let soon = |job: &Job| (job.body() == b"fails").then_some(Duration::from_secs(1));
-    let (_worker, journal) = worker(&work, without_jitter(&["1s"]), soon).await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s"]), soon).await;
     let text = |text: &str| AMQPValue::LongString(text.into());
     for (forged, kept, body) in [
         (text("9999-12-31T23:59:59Z"), serde_json::json!("9999-12-31T23:59:59.000Z"), ""),
@@ -271,16 +271,16 @@ async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_on
         (AMQPValue::Boolean(true), serde_json::json!(true), "fails"),
     ] {
         let before = journal.until_buried(0).await.len();
-        work.publish(ours([one(), ("retry-not-before", forged)]), body).await;
+        scene.publish(ours([one(), ("retry-not-before", forged)]), body).await;
         assert_eq!(journal.until_buried(before + 1).await[before], BuriedReason::InvalidHeaders);
-        let buried = work.take_buried(1).await.remove(0);
+        let buried = scene.take_buried(1).await.remove(0);
         assert_eq!(buried["headers"]["retry-not-before"], kept);
         assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
     }
     assert_eq!(journal.attempted(), 3, "the one out of reach was not run");
     // It means something beside our own `retry-queue` only.
     let foreign = crate::support::table([not_before(in_the_future(DAY))]);
-    work.publish(BasicProperties::default().with_headers(foreign), "").await;
+    scene.publish(BasicProperties::default().with_headers(foreign), "").await;
     journal.until_done(1).await;
 }
 
@@ -292,10 +292,10 @@ async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
         (end, ours([one(), not_before(end)]))
     };
 
-    let work = Work::new().await;
-    let (worker, journal) = worker(&work, without_jitter(&["1s"]), |_| None).await;
+    let scene = Scene::new().await;
+    let (worker, journal) = worker(&scene, without_jitter(&["1s"]), |_| None).await;
     let (end, job) = forged();
-    work.publish(job, "").await;
+    scene.publish(job, "").await;
     journal.until_done(1).await;
     assert!(SystemTime::now() >= end, "early, with a handler");
     assert_eq!(journal.postponed(), 0);
@@ -303,12 +303,12 @@ async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
 
     let journal = Journal::default();
     let settings = Settings::new(without_jitter(&["1s"])).on_event(journal.hook());
-    let retry = Retry::attach(work.url(), WORK, settings).await.unwrap();
-    let consumer = consume(&work.channel, WORK, 10).await;
+    let retry = Retry::attach(scene.url(), WORK, settings).await.unwrap();
+    let consumer = consume(&scene.channel, WORK, 10).await;
     let mut jobs = retry.jobs(consumer);
     let (end, job) = forged();
-    work.publish(job, "late").await;
-    work.publish(BasicProperties::default(), "at once").await;
+    scene.publish(job, "late").await;
+    scene.publish(BasicProperties::default(), "at once").await;
     for body in ["at once", "late"] {
         let job = within("a job", jobs.next()).await.unwrap().unwrap();
         assert_eq!(job.body(), body.as_bytes(), "one that waits holds up no other");
@@ -317,9 +317,9 @@ async fn what_is_left_of_a_wait_under_a_second_is_waited_out_in_the_worker() {
     }
     drop(jobs);
 
-    let mut consumer = consume(&work.channel, WORK, 10).await;
+    let mut consumer = consume(&scene.channel, WORK, 10).await;
     let (end, job) = forged();
-    work.publish(job, "").await;
+    scene.publish(job, "").await;
     let delivery = within("a delivery", consumer.next()).await.unwrap().unwrap();
     let job = within("the wait", retry.accept(delivery)).await.unwrap().expect("a job to run");
     assert!(SystemTime::now() >= end, "early, by accept");

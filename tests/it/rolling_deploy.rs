@@ -4,13 +4,11 @@
 use std::{collections::HashMap, time::Duration};
 
 use crate::support::{
-    End, Journal, PATIENCE, QueueType, Vhost, as_the_body_says, confirm_channel, connect, count,
-    declare_work_queue, eventually, publish,
+    End, Journal, PATIENCE, Scene, Vhost, as_the_body_says, count, eventually, publish,
 };
 use lapin::{BasicProperties, Channel};
 use lapin_retry::{
-    BuriedReason, Handle, Jitter, QueueType as LaneType, RetryConsumer, RetryPolicy, Settings,
-    Topology,
+    BuriedReason, Handle, Jitter, QueueType, RetryConsumer, RetryPolicy, Settings, Topology,
 };
 
 const QUEUE: &str = "orders";
@@ -43,28 +41,26 @@ async fn publish_jobs(channel: &Channel, jobs: u32, failures: impl Fn(u32) -> u3
 
 /// The queues that the policy makes beside the work queue, but for the buried queue.
 fn lanes(policy: &RetryPolicy) -> Vec<String> {
-    let topology = Topology::new(QUEUE, policy, LaneType::Quorum).unwrap();
+    let topology = Topology::new(QUEUE, policy, QueueType::Quorum).unwrap();
     topology.queues().skip(1).map(|queue| queue.name.clone()).collect()
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn old_and_new_workers_side_by_side_lose_nothing_and_end_every_job_once() {
     const JOBS: u32 = 320;
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, QUEUE, QueueType::Quorum).await;
+    let scene = Scene::with(QUEUE, QueueType::Quorum).await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
     // Some lanes belong to both.
     let old = RetryPolicy::new(["100ms", "200ms", "300ms"]).lanes(4);
     let levels = ["100ms", "250ms", "300ms", "350ms", "400ms"];
     let new = RetryPolicy::new(levels).jitter(Jitter::Full).lanes(8);
     let journals = [Journal::default(), Journal::default()];
     let workers = [
-        worker(&vhost, "old", &old, &journals[0]).await,
-        worker(&vhost, "new", &new, &journals[1]).await,
+        worker(vhost, "old", &old, &journals[0]).await,
+        worker(vhost, "new", &new, &journals[1]).await,
     ];
 
-    publish_jobs(&channel, JOBS, failures_of).await;
+    publish_jobs(channel, JOBS, failures_of).await;
     let ends = || journals.iter().flat_map(Journal::ends).collect::<Vec<_>>();
     let patience = 3 * PATIENCE;
     eventually("all jobs end", patience, async || ends().len() >= JOBS as usize).await;
@@ -107,24 +103,22 @@ async fn old_and_new_workers_side_by_side_lose_nothing_and_end_every_job_once() 
         assert!(by_id[&id] == End::Done || failures > 3, "job {id} had levels left");
         assert!(by_id[&id] != End::Done || failures <= 5, "job {id} had no levels left");
     }
-    assert_eq!(count(&channel, "orders.buried").await, buried);
+    assert_eq!(count(channel, "orders.buried").await, buried);
     for queue in lanes(&old).iter().chain(&lanes(&new)).map(String::as_str).chain([QUEUE]) {
-        assert_eq!(count(&channel, queue).await, 0, "{queue}");
+        assert_eq!(count(channel, queue).await, 0, "{queue}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_lanes_of_an_old_policy_drain_after_its_worker_is_gone() {
     const JOBS: u32 = 40;
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, QUEUE, QueueType::Quorum).await;
+    let scene = Scene::with(QUEUE, QueueType::Quorum).await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
 
     let old = RetryPolicy::new(["4s"]).lanes(4);
     let journal = Journal::default();
-    let worker_of_old = worker(&vhost, "old", &old, &journal).await;
-    publish_jobs(&channel, JOBS, |job| [1, 2, 99][job as usize % 3]).await;
+    let worker_of_old = worker(vhost, "old", &old, &journal).await;
+    publish_jobs(channel, JOBS, |job| [1, 2, 99][job as usize % 3]).await;
     let all = JOBS as usize;
     eventually("all are in lanes", PATIENCE, async || journal.retries().len() == all).await;
     worker_of_old.shutdown(GRACE).await;
@@ -132,17 +126,17 @@ async fn the_lanes_of_an_old_policy_drain_after_its_worker_is_gone() {
     assert_eq!(journal.attempts().len(), all);
 
     eventually("they come back by themselves", PATIENCE, async || {
-        count(&channel, QUEUE).await == JOBS
+        count(channel, QUEUE).await == JOBS
     })
     .await;
     for lane in lanes(&old) {
-        assert_eq!(count(&channel, &lane).await, 0, "{lane}");
+        assert_eq!(count(channel, &lane).await, 0, "{lane}");
     }
 
     // The new worker goes on where the old one stopped: one failure is charged.
     let new = RetryPolicy::new(["100ms", "200ms"]).jitter(Jitter::Full).lanes(2);
     let journal = Journal::default();
-    let worker_of_new = worker(&vhost, "new", &new, &journal).await;
+    let worker_of_new = worker(vhost, "new", &new, &journal).await;
     eventually("all jobs end", PATIENCE, async || journal.ends().len() >= all).await;
     worker_of_new.shutdown(GRACE).await;
     journal.assert_no_trouble();
@@ -154,5 +148,5 @@ async fn the_lanes_of_an_old_policy_drain_after_its_worker_is_gone() {
         assert_eq!(counts, expected, "job {job}");
     }
     let exhausted = (0..JOBS).filter(|job| job % 3 == 2).count() as u32;
-    assert_eq!(count(&channel, "orders.buried").await, exhausted);
+    assert_eq!(count(channel, "orders.buried").await, exhausted);
 }

@@ -7,8 +7,8 @@ use std::{
 };
 
 use crate::support::{
-    End, Journal, PATIENCE, QueueType, Vhost, as_the_body_says, confirm_channel, connect, count,
-    declare_work_queue, eventually, publish, table,
+    End, Journal, PATIENCE, Scene, Vhost, as_the_body_says, count, declare_work_queue, eventually,
+    publish, table,
 };
 use futures_util::future::join_all;
 use lapin::{
@@ -16,7 +16,7 @@ use lapin::{
     options::{BasicGetOptions, QueueBindOptions},
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{BuriedReason, Handle, Jitter, RetryConsumer, RetryPolicy, Settings};
+use lapin_retry::{BuriedReason, Handle, Jitter, QueueType, RetryConsumer, RetryPolicy, Settings};
 use serde_json::{Value, json};
 
 const LEVELS_MS: [u64; 3] = [300, 600, 900];
@@ -70,31 +70,24 @@ async fn a_job_comes_back_at_each_level_inside_its_window_and_never_early_by_cla
 }
 
 async fn keeps_the_schedule(kind: QueueType) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
+    let scene = Scene::bare().await;
     let jitters = [
         ("none", Jitter::None),
         ("equal", Jitter::Equal),
         ("proportional", Jitter::Proportional(0.2)),
         ("full", Jitter::Full),
     ];
-    let each = jitters.map(|(queue, jitter)| one_jitter(&vhost, &channel, queue, jitter, kind));
+    let each = jitters.map(|(queue, jitter)| one_jitter(&scene, queue, jitter, kind));
     join_all(each).await;
 }
 
 /// Jobs that fail 0 to 3 times are done, and those that fail 4 times are buried.
-async fn one_jitter(
-    vhost: &Vhost,
-    channel: &Channel,
-    queue: &str,
-    jitter: Jitter,
-    kind: QueueType,
-) {
+async fn one_jitter(scene: &Scene, queue: &str, jitter: Jitter, kind: QueueType) {
     const JOBS_EACH: usize = 4;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
     declare_work_queue(channel, queue, kind).await;
     let journal = Journal::default();
-    let settings = Settings::new(policy(jitter)).queue_type(kind.into());
+    let settings = Settings::new(policy(jitter)).queue_type(kind);
     let worker = start(vhost, queue, settings, &journal).await;
     for failures in 0..=4 {
         for job in 0..JOBS_EACH {
@@ -153,10 +146,8 @@ async fn a_job_that_always_fails_is_buried_with_its_whole_story_in_a_classic_que
 }
 
 async fn is_buried_with_its_story(kind: QueueType) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, "orders", kind).await;
+    let scene = Scene::with("orders", kind).await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
     let (key, exchange) = ("order.*", "amq.topic");
     let bound = channel.queue_bind(
         "orders".into(),
@@ -167,13 +158,13 @@ async fn is_buried_with_its_story(kind: QueueType) {
     );
     bound.await.unwrap();
     let journal = Journal::default();
-    let settings = Settings::new(policy(Jitter::Equal)).queue_type(kind.into());
-    let worker = start(&vhost, "orders", settings, &journal).await;
+    let settings = Settings::new(policy(Jitter::Equal)).queue_type(kind);
+    let worker = start(vhost, "orders", settings, &journal).await;
 
     let before = instant(SystemTime::now() - CLOCKS);
     let headers = table([("tenant", AMQPValue::LongString("acme".into()))]);
     let properties = BasicProperties::default().with_headers(headers);
-    publish(&channel, exchange, "order.created", properties, b"99").await;
+    publish(channel, exchange, "order.created", properties, b"99").await;
     eventually("it is buried", PATIENCE, async || !journal.ends().is_empty()).await;
     worker.shutdown(LATE).await;
     journal.assert_no_trouble();
@@ -192,7 +183,7 @@ async fn is_buried_with_its_story(kind: QueueType) {
     let instants = check_the_story(headers);
     let bounds = [before.clone()].into_iter().chain(instants).chain([after]);
     assert!(bounds.is_sorted(), "published at {before}: {headers:#}");
-    check_the_types(&channel).await;
+    check_the_types(channel).await;
 }
 
 /// Every header of the documentation's table; the answer is its instants in their order.
@@ -286,16 +277,14 @@ async fn a_job_that_waits_in_a_classic_lane_shows_when_it_comes_back() {
 }
 
 async fn shows_when_it_comes_back(kind: QueueType) {
-    let vhost = Vhost::new().await;
-    let connection = connect(&vhost.url()).await;
-    let channel = confirm_channel(&connection).await;
-    declare_work_queue(&channel, "orders", kind).await;
+    let scene = Scene::with("orders", kind).await;
+    let (vhost, channel) = (&scene.vhost, &scene.channel);
     let journal = Journal::default();
     let policy = RetryPolicy::new(["1m", "2m", "3m"]).lanes(4);
-    let settings = Settings::new(policy).queue_type(kind.into());
-    let worker = start(&vhost, "orders", settings, &journal).await;
+    let settings = Settings::new(policy).queue_type(kind);
+    let worker = start(vhost, "orders", settings, &journal).await;
     let properties = BasicProperties::default().with_message_id("1".into()).with_delivery_mode(1);
-    publish(&channel, "", "orders", properties, b"99").await;
+    publish(channel, "", "orders", properties, b"99").await;
     let (level, delay) =
         eventually("it is in a lane", PATIENCE, async || journal.retried("1", 0)).await;
     worker.shutdown(LATE).await;

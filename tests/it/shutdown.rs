@@ -1,7 +1,7 @@
 //! The end of the work: what was begun is finished, what was not is given back, nothing is lost.
 
 use crate::support::{
-    Bench, PATIENCE, Proxy, broker_addr, consume, eventually, next, settle_all, within,
+    LANE, PATIENCE, Proxy, Scene, broker_addr, consume, eventually, next, settle_all, within,
 };
 use anyhow::anyhow;
 use lapin::options::BasicAckOptions;
@@ -15,49 +15,49 @@ use tokio::{sync::Semaphore, time::Instant};
 
 #[tokio::test(flavor = "multi_thread")]
 async fn close_waits_for_the_hand_offs_that_were_begun() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(50).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(50).await;
     let publishing = Proxy::start(broker_addr()).await;
     let retry =
-        Retry::attach(publishing.url(&bench.vhost.url()), "work", bench.settings()).await.unwrap();
+        Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
     publishing.swallow_confirms(true);
-    let channel = bench.connection.create_channel().await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 50).await, |_| Err(anyhow!("no")));
-    eventually("all are undecided", PATIENCE, async || bench.journal.undecided() >= 50).await;
+    eventually("all are undecided", PATIENCE, async || scene.journal.undecided() >= 50).await;
 
     let closing = tokio::spawn(retry.close());
-    let undecided = bench.journal.undecided();
+    let undecided = scene.journal.undecided();
     eventually("they are tried again", PATIENCE, async || {
-        bench.journal.undecided() >= undecided + 50
+        scene.journal.undecided() >= undecided + 50
     })
     .await;
     assert!(!closing.is_finished());
-    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
+    assert_eq!(scene.journal.handed_off(), BTreeSet::new());
 
     publishing.swallow_confirms(false);
     within("close", closing).await.unwrap().unwrap();
-    assert_eq!(bench.journal.handed_off(), ids);
+    assert_eq!(scene.journal.handed_off(), ids);
     channel.close(200, "done".into()).await.unwrap();
-    bench.holds("work", 0).await;
+    scene.holds("work", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_lost() {
-    let bench = Bench::new().await;
-    bench.fill(100).await;
+    let scene = Scene::new().await;
+    scene.fill(100).await;
     let publishing = Proxy::start(broker_addr()).await;
     // More jobs than slots, and every try takes long.
-    let settings = bench.settings().hand_offs(4).confirm_timeout(Duration::from_secs(3));
-    let retry = Retry::attach(publishing.url(&bench.vhost.url()), "work", settings).await.unwrap();
+    let settings = scene.settings().hand_offs(4).confirm_timeout(Duration::from_secs(3));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
     publishing.swallow_confirms(true);
-    let channel = bench.connection.create_channel().await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 100).await;
     let mut settling = Vec::new();
     for _ in 0..100 {
         let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
         settling.push(tokio::spawn(job.settle(Err(anyhow!("no")))));
     }
-    eventually("a try failed", PATIENCE, async || bench.journal.undecided() > 0).await;
+    eventually("a try failed", PATIENCE, async || scene.journal.undecided() > 0).await;
 
     let begun = Instant::now();
     let closed = tokio::time::timeout(Duration::from_secs(60), retry.close()).await;
@@ -65,16 +65,16 @@ async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_l
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     assert!(begun.elapsed() >= Duration::from_secs(25), "it is patient first");
     channel.close(200, "done".into()).await.unwrap();
-    bench.holds("work", 100).await;
+    scene.holds("work", 100).await;
     // Nothing goes on after it.
-    let tries = bench.journal.undecided();
+    let tries = scene.journal.undecided();
     publishing.swallow_confirms(false);
     for settle in settling {
         let receipt = within("settle", settle).await.unwrap().unwrap();
         within("its receipt", receipt.into_future()).await;
     }
-    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
-    assert!(bench.journal.undecided() <= tries + 4);
+    assert_eq!(scene.journal.handed_off(), BTreeSet::new());
+    assert!(scene.journal.undecided() <= tries + 4);
 }
 
 /// A consumer whose handlers wait at a gate, and which jobs were begun.
@@ -86,12 +86,12 @@ struct Worker {
 
 impl Worker {
     /// Starts to run `concurrency` of the `prefetch` jobs that it was sent.
-    async fn start(bench: &Bench, url: String, prefetch: u16, concurrency: usize) -> Self {
+    async fn start(scene: &Scene, url: String, prefetch: u16, concurrency: usize) -> Self {
         let gate = Arc::new(Semaphore::new(0));
         let begun = Arc::new(Mutex::new(Vec::new()));
         let (at, note) = (Arc::clone(&gate), Arc::clone(&begun));
         let handle = RetryConsumer::builder(url, "work")
-            .settings(bench.settings())
+            .settings(scene.settings())
             .prefetch(prefetch)
             .concurrency(concurrency)
             .handler(move |job: Job| {
@@ -118,14 +118,14 @@ impl Worker {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_shutdown_finishes_running_jobs_and_gives_waiting_ones_to_another_consumer() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(60).await;
-    let worker = Worker::start(&bench, bench.vhost.url(), 50, 10).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(60).await;
+    let worker = Worker::start(&scene, scene.url(), 50, 10).await;
     let shutdown = tokio::spawn({
         let handle = worker.handle.clone();
         async move { handle.shutdown(Duration::from_secs(60)).await }
     });
-    let other = bench.connection.create_channel().await.unwrap();
+    let other = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&other, "work", 60).await;
     let mut elsewhere = BTreeSet::new();
     for _ in 0..50 {
@@ -137,52 +137,52 @@ async fn a_shutdown_finishes_running_jobs_and_gives_waiting_ones_to_another_cons
     worker.gate.add_permits(10);
     within("shutdown", shutdown).await.unwrap();
 
-    let mut here = bench.journal.finished();
-    here.extend(bench.journal.handed_off());
+    let mut here = scene.journal.finished();
+    here.extend(scene.journal.handed_off());
     let begun = worker.begun();
     assert_eq!(begun.len(), 10, "none was begun after");
     assert_eq!(begun.into_iter().collect::<BTreeSet<_>>(), here);
     assert!(here.is_disjoint(&elsewhere));
     assert_eq!(&here | &elsewhere, ids);
-    assert_eq!(bench.look(Bench::LANE).await.len(), bench.journal.handed_off().len());
+    assert_eq!(scene.look(LANE).await.len(), scene.journal.handed_off().len());
     other.close(200, "done".into()).await.unwrap();
-    bench.holds("work", 0).await;
+    scene.holds("work", 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_shutdown_cuts_what_outlasts_its_grace_and_gives_it_back() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(60).await;
-    let worker = Worker::start(&bench, bench.vhost.url(), 50, 10).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(60).await;
+    let worker = Worker::start(&scene, scene.url(), 50, 10).await;
     within("shutdown", worker.handle.shutdown(Duration::from_millis(300))).await;
     assert_eq!(worker.begun().len(), 10);
-    bench.holds("work", 60).await;
-    assert_eq!(bench.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
+    scene.holds("work", 60).await;
+    assert_eq!(scene.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
     let given_back = |event: &Event| matches!(event, Event::GivenBack { .. });
-    assert_eq!(bench.journal.count(given_back), 10);
-    assert_eq!(bench.journal.finished().len() + bench.journal.handed_off().len(), 0);
+    assert_eq!(scene.journal.count(given_back), 10);
+    assert_eq!(scene.journal.finished().len() + scene.journal.handed_off().len(), 0);
     within("a second one", worker.handle.shutdown(Duration::ZERO)).await;
 }
 
 /// The slots are taken by hand-offs that are not confirmed; the other outcomes wait for one.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_shutdown_ends_though_no_hand_off_succeeds_and_nothing_is_lost() {
-    let bench = Bench::new().await;
-    let ids = bench.fill(60).await;
+    let scene = Scene::new().await;
+    let ids = scene.fill(60).await;
     let proxy = Proxy::start(broker_addr()).await;
     proxy.swallow_confirms(true);
-    let settings = bench.settings().hand_offs(2).confirm_timeout(Duration::from_secs(2));
-    let handle = RetryConsumer::builder(proxy.url(&bench.vhost.url()), "work")
+    let settings = scene.settings().hand_offs(2).confirm_timeout(Duration::from_secs(2));
+    let handle = RetryConsumer::builder(proxy.url(&scene.url()), "work")
         .settings(settings)
         .prefetch(60)
         .handler(|_: Job| async { Err(anyhow!("no")) })
         .start()
         .await
         .unwrap();
-    eventually("a try failed", PATIENCE, async || bench.journal.undecided() > 0).await;
+    eventually("a try failed", PATIENCE, async || scene.journal.undecided() > 0).await;
     // The grace, 5 s for the hand-offs, a confirm timeout: far from 60 jobs' turns at two slots.
     within("shutdown", handle.shutdown(Duration::from_secs(1))).await;
-    assert_eq!(bench.journal.handed_off(), BTreeSet::new());
-    bench.holds("work", 60).await;
-    assert_eq!(bench.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
+    assert_eq!(scene.journal.handed_off(), BTreeSet::new());
+    scene.holds("work", 60).await;
+    assert_eq!(scene.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
 }

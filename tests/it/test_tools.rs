@@ -1,7 +1,7 @@
 //! The tests' own tools: a proxy that does not misbehave as told would make other tests pass for nothing.
 
 use crate::support::{
-    PATIENCE, Proxy, QueueType, Vhost, broker_addr, confirm_channel, connect, consume, count,
+    PATIENCE, Proxy, Vhost, broker_addr, confirm_channel, connect, consume, count,
     declare_work_queue, eventually, next, publish, within,
 };
 use futures_util::FutureExt;
@@ -9,6 +9,7 @@ use lapin::{
     BasicProperties, Channel, Connection, ConnectionProperties, Consumer, PublisherConfirm,
     options::{BasicAckOptions, BasicPublishOptions},
 };
+use lapin_retry::QueueType;
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},

@@ -1,7 +1,7 @@
 //! The two ways in: the user's own loop, and a handler that we call.
 
 use crate::support::{
-    BURIED, Journal, PATIENCE, QueueType, Scene, WORK, connect, consume, count, declare_work_queue,
+    BURIED, Journal, PATIENCE, Scene, WORK, connect, consume, count, declare_work_queue,
     eventually, next, quick, table, text, within,
 };
 use futures_util::StreamExt;
@@ -10,7 +10,8 @@ use lapin::{
     options::{BasicCancelOptions, QueueDeleteOptions},
 };
 use lapin_retry::{
-    Broker, Event, Handle, Job, Jobs, Retry, RetryConsumer, Settings, Settled, UnsettledJob, reject,
+    Broker, Event, Handle, Job, Jobs, QueueType, Retry, RetryConsumer, Settings, Settled,
+    UnsettledJob, reject,
 };
 use serde::{Deserialize, Serialize};
 use std::{
@@ -60,7 +61,7 @@ async fn settled(job: UnsettledJob, result: anyhow::Result<()>) -> Settled {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_receipt_of_a_job_from_the_stream_says_what_became_of_it() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut user = Loop::start(&scene).await;
     for id in ["done", "rejected", "failed"] {
         scene.job(id, table([]), b"").await;
@@ -88,7 +89,7 @@ async fn the_receipt_of_a_job_from_the_stream_says_what_became_of_it() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_single_delivery_is_accepted_and_settled_in_the_same_way() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let retry = Retry::attach(scene.url(), WORK, quick()).await.unwrap();
     let mut consumer = consume(&scene.channel, WORK, 10).await;
     scene.job("1", table([]), b"").await;
@@ -110,7 +111,7 @@ async fn a_single_delivery_is_accepted_and_settled_in_the_same_way() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_is_dropped_goes_back_and_to_another_consumer() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut user = Loop::start(&scene).await;
     scene.job("1", table([]), b"job").await;
     let job = user.next().await;
@@ -137,7 +138,7 @@ async fn a_job_that_is_dropped_goes_back_and_to_another_consumer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_stream_ends_once_and_for_all_when_the_consumer_is_cancelled() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let retry = Retry::attach(scene.url(), WORK, quick()).await.unwrap();
     let consumer = consume(&scene.channel, WORK, 10).await;
     let tag = consumer.tag();
@@ -155,7 +156,7 @@ async fn the_stream_ends_once_and_for_all_when_the_consumer_is_cancelled() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_stream_ends_once_and_for_all_when_the_queue_is_deleted() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut user = Loop::start(&scene).await;
     let delete = QueueDeleteOptions::default();
     scene.channel.queue_delete(WORK.into(), delete).await.unwrap();
@@ -164,7 +165,7 @@ async fn the_stream_ends_once_and_for_all_when_the_queue_is_deleted() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn what_was_buffered_when_the_channel_died_is_not_run() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let mut user = Loop::start(&scene).await;
     for id in ["1", "2", "3"] {
         scene.job(id, table([]), b"").await;
@@ -192,7 +193,7 @@ async fn what_was_buffered_when_the_channel_died_is_not_run() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn to_settle_a_success_on_a_dead_channel_is_no_error() {
-    let scene = Scene::new(QueueType::Classic).await;
+    let scene = Scene::of(QueueType::Classic).await;
     let mut user = Loop::start(&scene).await;
     scene.job("1", table([]), b"").await;
     let job = user.next().await;
@@ -212,7 +213,7 @@ impl Drop for Bomb {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)
         .policy(quick())
@@ -248,7 +249,7 @@ async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer()
     }
     scene.job("good", table([]), b"good").await;
     journal.is_done("good").await;
-    let buried = scene.buried(expected.len() as u32).await;
+    let buried = scene.buried(expected.len()).await;
     for (id, kind, error) in expected {
         let properties = &buried[id].properties;
         assert_eq!(text(properties, "buried-reason").as_deref(), Some("exhausted"), "{id}");
@@ -262,7 +263,7 @@ async fn panics_and_timeouts_are_failures_of_their_job_and_not_of_the_consumer()
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_more_handlers_run_than_the_concurrency_allows() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     for id in 0..12 {
         scene.job(&id.to_string(), table([]), b"").await;
     }
@@ -310,7 +311,7 @@ async fn idle(broker: &Broker, queue: &str) -> Handle {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn all_consumers_of_a_broker_share_two_connections_and_are_told_apart_by_their_tags() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     declare_work_queue(&scene.channel, "more", QueueType::Classic).await;
     let broker = Broker::from(scene.url());
     let handles = [idle(&broker, WORK).await, idle(&broker, "more").await];
@@ -349,13 +350,13 @@ struct Order {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn bodies_are_decoded_by_their_content_type_at_every_attempt() {
-    let scene = Scene::new(QueueType::Quorum).await;
+    let scene = Scene::new().await;
     let order = || Order { id: 7, items: vec!["tea".into(), "カップ".into()] };
     let json = serde_json::to_vec(&order()).unwrap();
     let pack = rmp_serde::to_vec(&order()).unwrap();
     for (content_type, body) in [("application/json", json), ("application/msgpack", pack)] {
         let properties = BasicProperties::default().with_message_id(content_type.into());
-        scene.message(properties.with_content_type(content_type.into()), &body).await;
+        scene.publish(properties.with_content_type(content_type.into()), &body).await;
     }
     let journal = Journal::default();
     let handle = RetryConsumer::builder(scene.url(), WORK)

@@ -1,18 +1,13 @@
 //! What the tests of pauses have in common: a quorum work queue, jobs with numbers, and providers that
 //! can be down.
 
-use crate::support::{
-    Journal, PATIENCE, QueueType, Vhost, confirm_channel, connect, count, declare_work_queue,
-    eventually, publish, steps,
-};
-use lapin::{BasicProperties, Channel, Connection, options::BasicGetOptions};
+use crate::support::{PATIENCE, Scene, WORK, eventually, steps};
+use lapin::{BasicProperties, options::BasicGetOptions};
 use lapin_retry::{
     Builder, Event, Jitter, Job, Pauses, RetryConsumer, RetryPolicy, Settings, outage,
 };
-use std::{sync::Arc, time::Duration};
+use std::{ops::Deref, sync::Arc, time::Duration};
 use tokio::sync::watch;
-
-pub(crate) const WORK: &str = "work";
 
 pub(crate) fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -48,28 +43,28 @@ impl Provider {
     }
 }
 
+/// A scene whose jobs need a provider.
 pub(crate) struct Workshop {
-    pub(crate) channel: Channel,
-    pub(crate) journal: Journal,
+    scene: Scene,
     pub(crate) provider: Arc<Provider>,
-    _connection: Connection,
-    // Last, so that the connection is gone before its vhost.
-    pub(crate) vhost: Vhost,
+}
+
+impl Deref for Workshop {
+    type Target = Scene;
+
+    fn deref(&self) -> &Scene {
+        &self.scene
+    }
 }
 
 impl Workshop {
     /// A quorum work queue with the broker's own delivery limit, and a provider that is down.
     pub(crate) async fn in_an_outage() -> Self {
-        let vhost = Vhost::new().await;
-        let connection = connect(&vhost.url()).await;
-        let channel = confirm_channel(&connection).await;
-        declare_work_queue(&channel, WORK, QueueType::Quorum).await;
-        let (journal, provider) = (Journal::default(), Provider::new(true));
-        Self { channel, journal, provider, _connection: connection, vhost }
+        Self { scene: Scene::new().await, provider: Provider::new(true) }
     }
 
     /// Numbered jobs, from 0.
-    pub(crate) async fn publish(&self, jobs: usize) {
+    pub(crate) async fn jobs(&self, jobs: usize) {
         for id in 0..jobs {
             self.publish_job(&id.to_string(), BasicProperties::default()).await;
         }
@@ -77,7 +72,7 @@ impl Workshop {
 
     pub(crate) async fn publish_job(&self, id: &str, properties: BasicProperties) {
         let properties = properties.with_message_id(id.into()).with_delivery_mode(2);
-        publish(&self.channel, "", WORK, properties, b"job").await;
+        self.publish(properties, b"job").await;
     }
 
     /// One level, and pauses with this first and longest wait; every event is written down.
@@ -88,7 +83,7 @@ impl Workshop {
     }
 
     pub(crate) fn consumer(&self, first: Duration, max: Duration) -> Builder {
-        RetryConsumer::builder(self.vhost.url(), WORK).settings(self.settings(first, max))
+        RetryConsumer::builder(self.url(), WORK).settings(self.settings(first, max))
     }
 
     /// Writes down the call and asks the provider.
@@ -128,13 +123,6 @@ impl Workshop {
     pub(crate) async fn until_done(&self, jobs: usize) {
         eventually(&format!("{jobs} jobs done"), 3 * PATIENCE, async || {
             self.journal.succeeded() == jobs
-        })
-        .await;
-    }
-
-    pub(crate) async fn until_ready(&self, jobs: u32) {
-        eventually(&format!("{jobs} jobs ready"), PATIENCE, async || {
-            count(&self.channel, WORK).await == jobs
         })
         .await;
     }

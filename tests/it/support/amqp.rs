@@ -9,31 +9,7 @@ use lapin::{
     },
     types::{AMQPValue, FieldTable},
 };
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum QueueType {
-    Classic,
-    Quorum,
-}
-
-impl QueueType {
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Classic => "classic",
-            Self::Quorum => "quorum",
-        }
-    }
-}
-
-/// The lanes and the buried queue of the same type.
-impl From<QueueType> for lapin_retry::QueueType {
-    fn from(kind: QueueType) -> Self {
-        match kind {
-            QueueType::Classic => Self::Classic,
-            QueueType::Quorum => Self::Quorum,
-        }
-    }
-}
+use lapin_retry::QueueType;
 
 /// A connection without lapin's own recovery, as a careful user would open it.
 pub(crate) async fn connect(url: &str) -> Connection {
@@ -77,9 +53,14 @@ pub(crate) async fn try_publish(
     channel.basic_publish(exchange.into(), key.into(), options, body, properties).await?.await
 }
 
+/// What the broker calls it.
+pub(crate) fn type_name(kind: QueueType) -> &'static str {
+    if kind == QueueType::Classic { "classic" } else { "quorum" }
+}
+
 /// A durable queue of the given type without further arguments.
 pub(crate) async fn declare_work_queue(channel: &Channel, name: &str, kind: QueueType) {
-    let arguments = table([("x-queue-type", AMQPValue::LongString(kind.name().into()))]);
+    let arguments = table([("x-queue-type", AMQPValue::LongString(type_name(kind).into()))]);
     channel
         .queue_declare(name.into(), durable(), arguments)
         .await

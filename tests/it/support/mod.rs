@@ -1,15 +1,11 @@
-//! What every test against a real broker needs, shared by all integration-test binaries.
+//! What every test against a real broker needs.
 //!
 //! A test makes a [`Vhost`] of its own, so that tests run in parallel without seeing each other, and
 //! waits for conditions with [`eventually`], never for a fixed time. The HTTP calls block, therefore
 //! tests are written as `#[tokio::test(flavor = "multi_thread")]`: on a current-thread runtime a
 //! blocked test would also stop a [`Proxy`] it is waiting for.
 
-// Each test binary compiles this module for itself and uses another part of it.
-#![allow(dead_code, unused_imports)]
-
 mod amqp;
-mod bench;
 mod journal;
 mod management;
 mod proxy;
@@ -17,21 +13,18 @@ mod raw;
 mod scene;
 mod vhost;
 mod wait;
-mod work;
 
 pub(crate) use amqp::{
-    QueueType, confirm_channel, connect, consume, count, declare_work_queue, publish, table,
-    try_publish,
+    confirm_channel, connect, consume, count, declare_work_queue, publish, table, try_publish,
+    type_name,
 };
-pub(crate) use bench::{Bench, settle_all};
 pub(crate) use journal::{Attempt, End, Journal, as_the_body_says, steps};
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
-pub(crate) use scene::{BURIED, Scene, WORK, header, quick, text};
+pub(crate) use scene::{BURIED, LANE, Scene, WORK, header, ours, quick, settle_all, text};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
-pub(crate) use work::{Work, ours};
 
 use lapin::uri::AMQPUri;
 
