@@ -135,7 +135,7 @@ impl Run {
         let mut steady = pin!(tokio::time::sleep(STEADY));
         // Alone it goes job by job. As many as were prefetched when the connection died of one of
         // them must be read, or none come any more, before they are known to be readable.
-        let (mut judging, mut unread) = (alone, self.how.prefetch);
+        let (mut judging, mut unread, mut idle) = (alone, self.how.prefetch, false);
         loop {
             let incoming = tokio::select! {
                 biased;
@@ -145,10 +145,12 @@ impl Run {
                     return Ended::Paused;
                 }
                 () = &mut steady, if judging => {
-                    if self.handlers.is_empty() {
+                    // A job at work keeps the next one from coming, and nothing is known of that;
+                    // and one that has just ended may be followed by it.
+                    if self.handlers.is_empty() && idle {
                         unread = 0;
                     }
-                    // A job at work keeps the next one from coming, and nothing is known of that.
+                    idle = self.handlers.is_empty();
                     steady.as_mut().reset(Instant::now() + STEADY);
                     continue;
                 }
@@ -164,6 +166,7 @@ impl Run {
                 Some(Ok(incoming)) => {
                     if judging {
                         unread = unread.saturating_sub(1);
+                        idle = false;
                         steady.as_mut().reset(Instant::now() + STEADY);
                     }
                     incoming
