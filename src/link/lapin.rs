@@ -13,7 +13,7 @@ use lapin::{
     types::{FieldTable, ShortString},
 };
 
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, sync::oneshot};
 
 use super::{
     Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
@@ -149,27 +149,21 @@ impl Link for LapinLink {
     }
 
     fn consume<'a>(&'a self, how: &'a Subscribe) -> BoxFuture<'a, Result<Subscription, Error>> {
-        async {
-            let what = format!("consuming queue {:?}", how.queue);
-            let session = self.broker.0.consuming.session(&self.broker, Purpose::Consuming).await?;
-            let subscribing = async {
-                let channel = session.connection.create_channel().await?;
-                channel.basic_qos(how.prefetch, BasicQosOptions::default()).await?;
-                let options = BasicConsumeOptions::default();
-                let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
-                let consumer =
-                    channel.basic_consume(queue, tag, options, how.arguments.clone()).await?;
-                Ok((channel, consumer))
-            };
-            let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
-            let (tag, runtime) = (consumer.tag(), Handle::current());
-            let control = Arc::new(Consuming { channel, tag, session, runtime });
-            let open = Arc::clone(&control);
-            let incoming = consumer.map(move |delivery| match delivery {
-                Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
-                Err(error) => Err(refused(&error, &what)),
-            });
-            Ok(Subscription { incoming: incoming.boxed(), control })
+        let (subscribing, what) = (subscribe(self.broker.clone(), how.clone()), how.queue.clone());
+        let (tell, told) = oneshot::channel();
+        // A task of its own: the broker would go on to send jobs to a consumer that nobody waited
+        // for, and lapin keeps such a one, with its channel.
+        tokio::spawn(async move {
+            if let Err(Ok(mut unwanted)) = tell.send(subscribing.await) {
+                unwanted.control.cancel().await;
+                while let Some(Ok(incoming)) = unwanted.incoming.next().await {
+                    incoming.tag.give_back().await;
+                }
+            }
+        });
+        async move {
+            let ended = || format!("consuming queue {what:?}: the runtime shuts down");
+            told.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, ended())))
         }
         .boxed()
     }
@@ -184,6 +178,28 @@ impl Link for LapinLink {
             frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
         }
     }
+}
+
+async fn subscribe(broker: Broker, how: Subscribe) -> Result<Subscription, Error> {
+    let what = format!("consuming queue {:?}", how.queue);
+    let session = broker.0.consuming.session(&broker, Purpose::Consuming).await?;
+    let subscribing = async {
+        let channel = session.connection.create_channel().await?;
+        channel.basic_qos(how.prefetch, BasicQosOptions::default()).await?;
+        let options = BasicConsumeOptions::default();
+        let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
+        let consumer = channel.basic_consume(queue, tag, options, how.arguments).await?;
+        Ok((channel, consumer))
+    };
+    let (channel, consumer) = subscribing.await.map_err(|e| refused(&e, &what))?;
+    let (tag, runtime) = (consumer.tag(), Handle::current());
+    let control = Arc::new(Consuming { channel, tag, session, runtime });
+    let open = Arc::clone(&control);
+    let incoming = consumer.map(move |delivery| match delivery {
+        Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
+        Err(error) => Err(refused(&error, &what)),
+    });
+    Ok(Subscription { incoming: incoming.boxed(), control })
 }
 
 #[derive(Debug)]
