@@ -116,7 +116,7 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn consume<'a>(
         &'a self,
         how: &'a Subscribe,
-        probe: bool,
+        alone: bool,
     ) -> BoxFuture<'a, Result<Subscription, Error>>;
     fn limits(&self) -> Limits;
 }

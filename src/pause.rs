@@ -134,6 +134,10 @@ impl Pacing {
         self.pace
     }
 
+    pub(crate) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
     /// Asked at the last moment before a handler is called: in which epoch it is, if it may be.
     /// While a job is tried, only with the epoch of the probe.
     pub(crate) fn start(&self, probe: Option<Epoch>) -> Option<Epoch> {

@@ -13,7 +13,7 @@ use lapin::{
     types::{FieldTable, ShortString},
 };
 
-use tokio::runtime::Handle;
+use tokio::{runtime::Handle, sync::oneshot};
 
 use super::{
     Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
@@ -177,35 +177,24 @@ impl Link for LapinLink {
     fn consume<'a>(
         &'a self,
         how: &'a Subscribe,
-        probe: bool,
+        alone: bool,
     ) -> BoxFuture<'a, Result<Subscription, Error>> {
+        let subscribing = subscribe(self.broker.clone(), how.clone(), alone);
+        let what = how.queue.clone();
+        let (tell, told) = oneshot::channel();
+        // A task of its own: the broker would go on to send jobs to a consumer that nobody waited
+        // for, and lapin keeps such a one, with its channel.
+        tokio::spawn(async move {
+            if let Err(Ok(mut unwanted)) = tell.send(subscribing.await) {
+                unwanted.control.cancel().await;
+                while let Some(Ok(incoming)) = unwanted.incoming.next().await {
+                    incoming.tag.give_back().await;
+                }
+            }
+        });
         async move {
-            let own = Shared::default();
-            let connection = if probe { &own } else { &self.broker.0.consuming };
-            let session = connection.session(&self.broker, Purpose::Consuming).await?;
-            let prefetch = if probe { 1 } else { how.prefetch };
-            let subscribing = async {
-                let channel = session.connection.create_channel().await?;
-                channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
-                let options = BasicConsumeOptions::default();
-                let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
-                let consumer =
-                    channel.basic_consume(queue, tag, options, how.arguments.clone()).await?;
-                Ok((channel, consumer))
-            };
-            let queue = how.queue.clone();
-            let failed = move |error| not_consuming(&error, &queue, probe);
-            let what = format!("consuming queue {:?}", how.queue);
-            let (channel, consumer) =
-                in_time(subscribing, &what, connection, &session).await?.map_err(&failed)?;
-            let (tag, runtime) = (consumer.tag(), Handle::current());
-            let control = Arc::new(Consuming { channel, tag, session, runtime });
-            let open = Arc::clone(&control);
-            let incoming = consumer.map(move |delivery| match delivery {
-                Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
-                Err(error) => Err(failed(error)),
-            });
-            Ok(Subscription { incoming: incoming.boxed(), control })
+            let ended = || format!("consuming queue {what:?}: the runtime shuts down");
+            told.await.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, ended())))
         }
         .boxed()
     }
@@ -239,11 +228,11 @@ async fn in_time<T>(
 
 /// Why a consumer has ended. Every consumer on a connection is told the same, whichever queue the
 /// message that killed it was in.
-fn not_consuming(error: &lapin::Error, queue: &str, probe: bool) -> Error {
+fn not_consuming(error: &lapin::Error, queue: &str, alone: bool) -> Error {
     let Some(why) = unreadable(error) else {
         return refused(error, &format!("consuming queue {queue:?}"));
     };
-    let text = if probe {
+    let text = if alone {
         format!("consuming queue {queue:?}: a message at its head {why}")
     } else {
         format!(
@@ -253,6 +242,34 @@ fn not_consuming(error: &lapin::Error, queue: &str, probe: bool) -> Error {
         )
     };
     Error::new(ErrorKind::Unreadable, text).because(error.clone())
+}
+
+async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscription, Error> {
+    let own = Shared::default();
+    let connection = if alone { &own } else { &broker.0.consuming };
+    let session = connection.session(&broker, Purpose::Consuming).await?;
+    let prefetch = if alone { 1 } else { how.prefetch };
+    let subscribing = async {
+        let channel = session.connection.create_channel().await?;
+        channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
+        let options = BasicConsumeOptions::default();
+        let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());
+        let consumer = channel.basic_consume(queue, tag, options, how.arguments).await?;
+        Ok((channel, consumer))
+    };
+    let queue = how.queue.clone();
+    let failed = move |error| not_consuming(&error, &queue, alone);
+    let what = format!("consuming queue {:?}", how.queue);
+    let (channel, consumer) =
+        in_time(subscribing, &what, connection, &session).await?.map_err(&failed)?;
+    let (tag, runtime) = (consumer.tag(), Handle::current());
+    let control = Arc::new(Consuming { channel, tag, session, runtime });
+    let open = Arc::clone(&control);
+    let incoming = consumer.map(move |delivery| match delivery {
+        Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
+        Err(error) => Err(failed(error)),
+    });
+    Ok(Subscription { incoming: incoming.boxed(), control })
 }
 
 #[derive(Debug)]

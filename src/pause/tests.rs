@@ -8,12 +8,6 @@ fn pacing(settings: Pauses) -> (Pacing, Instant) {
     (Pacing::new(settings, now), now)
 }
 
-impl Pacing {
-    fn epoch(&self) -> Epoch {
-        self.epoch
-    }
-}
-
 /// Ends the wait, and tries one job.
 fn probe(pacing: &mut Pacing) -> Instant {
     let Pace::Paused { until: Some(until) } = pacing.pace() else { panic!("not paused") };

@@ -73,6 +73,10 @@ impl Engine {
         self.pacing(|pacing| pacing.start(probe.map(|probe| probe.epoch)))
     }
 
+    pub(super) fn epoch(&self) -> Epoch {
+        self.pacing(|pacing| pacing.epoch())
+    }
+
     pub(crate) fn pace(&self) -> Pace {
         *self.pace.borrow()
     }

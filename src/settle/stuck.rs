@@ -16,6 +16,7 @@ use crate::{
     clock::Backoff,
     handoff::HandOff,
     link::{Confirmed, Tag},
+    pause::Epoch,
 };
 
 /// How many jobs are remembered at most that were given back with their hand-off still to do. One
@@ -31,6 +32,8 @@ pub(super) struct Trouble<'a> {
     held_until: Instant,
     backoff: Backoff,
     stuck: Option<Stuck<'a>>,
+    /// When the try began that is under way.
+    tried_in: Epoch,
 }
 
 pub(super) enum Next {
@@ -50,6 +53,7 @@ impl<'a> Trouble<'a> {
             held_until: job.received() + settings.hold,
             backoff: HandOff::backoff(),
             stuck: None,
+            tried_in: engine.epoch(),
         }
     }
 
@@ -59,12 +63,22 @@ impl<'a> Trouble<'a> {
 
     /// After a failure: waits for the next try.
     pub(super) async fn next(&mut self, queue: &str, why: &str) -> Next {
+        let next = self.wait(queue, why).await;
+        self.tried_in = self.engine.epoch();
+        next
+    }
+
+    async fn wait(&mut self, queue: &str, why: &str) -> Next {
         let engine = self.engine;
         let now = Instant::now();
         let until = if self.is_stuck() {
             self.stuck.get_or_insert_with(|| Stuck::new(engine));
             if self.held_until <= now {
                 return Next::GiveBack;
+            }
+            if self.tried_in != engine.epoch() && engine.is_open() {
+                // Resumed since the try began: its failure is old news.
+                return Next::Try;
             }
             engine.still_stuck(queue, why).min(self.held_until)
         } else {
