@@ -5,7 +5,7 @@ use crate::{
     workshop::{Provider, Workshop, ms},
 };
 use lapin::{BasicProperties, types::AMQPValue};
-use lapin_retry::{Event, Handle, Job, PauseKind, Resumed, RetryConsumer, outage};
+use lapin_retry::{Broker, Event, Handle, Job, PauseKind, Resumed, RetryConsumer, outage};
 use std::{
     sync::{
         Arc,
@@ -200,6 +200,28 @@ async fn shutdown_works_in_a_pause_and_while_a_probe_waits_for_a_job_or_runs() {
     within("the end of a running probe", stopping).await.unwrap();
     assert_eq!(shop.journal.succeeded(), 1);
     assert_eq!(count(&shop.channel, WORK).await, 4);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_while_a_resumed_consumer_subscribes_leaves_none_behind() {
+    let shop = Workshop::in_an_outage().await;
+    shop.provider.set_down(false);
+    // Kept to the end, and its connections with it.
+    let broker = Broker::new(&shop.vhost.url()).unwrap();
+    for round in 0..30 {
+        let consumer = RetryConsumer::builder(&broker, WORK).settings(shop.settings(LONG, LONG));
+        let handle = consumer.handler(shop.handler()).start().await.unwrap();
+        handle.pause();
+        shop.until_paused(round + 1).await;
+        handle.resume();
+        // Somewhere between the first frame of subscribing and the last.
+        tokio::time::sleep(Duration::from_micros(100 * round as u64)).await;
+        within("the end", handle.shutdown(GRACE)).await;
+    }
+    no_consumer_is_listed(&shop).await;
+    shop.publish(5).await;
+    shop.until_ready(5).await;
+    drop(broker);
 }
 
 #[tokio::test(flavor = "multi_thread")]
