@@ -219,8 +219,8 @@ async fn a_shutdown_while_a_resumed_consumer_subscribes_leaves_none_behind() {
         within("the end", handle.shutdown(GRACE)).await;
     }
     no_consumer_is_listed(&shop).await;
-    shop.publish(5).await;
-    shop.until_ready(5).await;
+    shop.jobs(5).await;
+    shop.holds(WORK, 5).await;
     drop(broker);
 }
 
