@@ -71,8 +71,9 @@ async fn nothing_is_lost_while_the_publishing_connection_is_cut_again_and_again(
     let ids = scene.fill(2_000).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
-    let retry =
-        Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
+    // Long, so that only the cuts leave anything undecided, however slow the broker is.
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(10));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
     let connection = connect(&users.url(&scene.url())).await;
     let channel = connection.create_channel().await.unwrap();
     let _running = settle_all(&retry, consume(&channel, "work", 500).await, |_| Err(anyhow!("no")));
