@@ -28,6 +28,12 @@ use crate::{
 /// jobs came back (3.10, 4.0, 4.3), some even when it was closed 50 ms later.
 pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
+/// How long a delivery is on its way. Between an ack and the delivery that takes its place a quorum
+/// queue writes to disk.
+const ON_ITS_WAY: Duration = Duration::from_millis(250);
+/// How long the ack of a job that has just ended is on its way.
+const ALL_TAKEN: Duration = Duration::from_millis(50);
+
 /// What the broker answered to a publish.
 #[derive(Debug)]
 pub(crate) enum Confirmed {
@@ -86,9 +92,26 @@ pub(crate) struct Subscription {
     /// last item.
     pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
     pub(crate) control: Arc<dyn Control>,
+    prefetch: usize,
 }
 
 impl Subscription {
+    /// Takes in what is on its way, until nothing comes any more.
+    ///
+    /// What reaches the channel of a cancelled consumer the broker takes back by itself. Nobody here
+    /// hears of it, and a quorum queue counts it towards its delivery limit before RabbitMQ 4.3.
+    pub(crate) async fn take_in(&mut self) -> Vec<Incoming> {
+        let mut taken = Vec::new();
+        loop {
+            let full = self.control.unanswered() >= self.prefetch;
+            let wait = if full { ALL_TAKEN } else { ON_ITS_WAY };
+            match tokio::time::timeout(wait, self.incoming.next()).await {
+                Ok(Some(Ok(incoming))) => taken.push(incoming),
+                _ => return taken,
+            }
+        }
+    }
+
     /// The next delivery is this one again.
     pub(crate) fn put_back(&mut self, first: Incoming) {
         let rest = std::mem::replace(&mut self.incoming, stream::empty().boxed());
@@ -99,6 +122,8 @@ impl Subscription {
 pub(crate) trait Control: Send + Sync {
     /// Stops deliveries; those already here still come out of the stream and can be answered.
     fn cancel(&self) -> BoxFuture<'_, ()>;
+    /// How many deliveries have come out of the stream and are not answered yet.
+    fn unanswered(&self) -> usize;
     /// Closes the channel. The broker delivers again what is unanswered.
     fn close(&self) -> BoxFuture<'_, ()>;
 }

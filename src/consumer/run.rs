@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{FutureExt, StreamExt};
+use futures_util::{FutureExt, StreamExt, stream};
 use rand::Rng;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
@@ -266,8 +266,10 @@ impl Run {
     async fn give_up(&self, mut subscription: Subscription) {
         let engine = Arc::clone(&self.engine);
         let cancelling = self.engine.spawn(async move {
+            let taken = stream::iter(subscription.take_in().await.into_iter().map(Ok));
             subscription.control.cancel().await;
-            while let Some(Ok(Incoming { message, tag })) = subscription.incoming.next().await {
+            let mut unstarted = taken.chain(subscription.incoming);
+            while let Some(Ok(Incoming { message, tag })) = unstarted.next().await {
                 engine.set_aside(engine.read(message), tag).await;
             }
         });

@@ -1,6 +1,14 @@
 //! The seam's implementation with lapin.
 
-use std::{future::Future, pin::pin, sync::Arc, time::Duration};
+use std::{
+    future::Future,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
 
 use futures_util::{FutureExt, StreamExt, future::BoxFuture};
 use lapin::{
@@ -263,13 +271,14 @@ async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscr
     let (channel, consumer) =
         in_time(subscribing, &what, connection, &session).await?.map_err(&failed)?;
     let (tag, runtime) = (consumer.tag(), Handle::current());
-    let control = Arc::new(Consuming { channel, tag, session, runtime });
+    let unanswered = AtomicUsize::new(0);
+    let control = Arc::new(Consuming { channel, tag, session, unanswered, runtime });
     let open = Arc::clone(&control);
     let incoming = consumer.map(move |delivery| match delivery {
         Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
         Err(error) => Err(failed(error)),
     });
-    Ok(Subscription { incoming: incoming.boxed(), control })
+    Ok(Subscription { incoming: incoming.boxed(), control, prefetch: prefetch.into() })
 }
 
 #[derive(Debug)]
@@ -278,6 +287,7 @@ struct Consuming {
     tag: ShortString,
     /// Dropping the last handle of a connection closes it.
     session: Arc<Session>,
+    unanswered: AtomicUsize,
     runtime: Handle,
 }
 
@@ -304,6 +314,10 @@ impl Control for Consuming {
         .boxed()
     }
 
+    fn unanswered(&self) -> usize {
+        self.unanswered.load(Ordering::Relaxed)
+    }
+
     fn close(&self) -> BoxFuture<'_, ()> {
         async {
             let _ = self.channel.close(200, "done".into()).await;
@@ -317,7 +331,15 @@ struct LapinTag {
     acker: Acker,
     /// A consumer that the broker cancelled leaves its channel open, so that what is still at work
     /// can be acked: the channel lives as long as any of its deliveries is unanswered.
-    _channel: Option<Arc<Consuming>>,
+    channel: Option<Arc<Consuming>>,
+}
+
+impl Drop for LapinTag {
+    fn drop(&mut self) {
+        if let Some(channel) = &self.channel {
+            channel.unanswered.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
 }
 
 impl Tag for LapinTag {
@@ -361,6 +383,9 @@ pub(crate) fn incoming(delivery: Delivery) -> Incoming {
 
 /// Splits a delivery into what it says and the means to answer for it.
 fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
+    if let Some(channel) = &channel {
+        channel.unanswered.fetch_add(1, Ordering::Relaxed);
+    }
     Incoming {
         message: Message {
             exchange: delivery.exchange,
@@ -369,6 +394,6 @@ fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
             properties: delivery.properties,
             body: delivery.data,
         },
-        tag: Box::new(LapinTag { acker: delivery.acker, _channel: channel }),
+        tag: Box::new(LapinTag { acker: delivery.acker, channel }),
     }
 }
