@@ -7,10 +7,7 @@ use crate::{
 use lapin::{BasicProperties, types::AMQPValue};
 use lapin_retry::{Broker, Event, Handle, Job, PauseKind, Resumed, RetryConsumer, outage};
 use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicUsize, Ordering::SeqCst},
-    },
+    sync::Arc,
     time::{Duration, SystemTime},
 };
 use tokio::time::Instant;
@@ -132,28 +129,26 @@ async fn resume_during_a_probe_needs_not_wait_for_it_and_its_outage_pauses_nothi
     let consumer = shop.consumer(ms(50), ms(50)).concurrency(10).prefetch(10);
     let tried = Provider::new(true);
     let probe = Arc::clone(&tried);
-    let first = Arc::new(AtomicUsize::new(0));
     let consumer = consumer.handler(move |job: Job| {
         let (journal, provider) = (journal.clone(), Arc::clone(&provider));
-        let (probe, first) = (Arc::clone(&probe), Arc::clone(&first));
+        let probe = Arc::clone(&probe);
         async move {
-            journal.begin(&job);
-            if journal.waits().is_empty() {
-                provider.ask().await?;
-            } else if first.fetch_add(1, SeqCst) == 0 {
-                probe.ask().await?;
+            match journal.begin(&job) {
+                ..=10 => provider.ask().await?,
+                11 => probe.ask().await?,
+                _ => {}
             }
             journal.succeed(&job);
             Ok(())
         }
     });
     tried.open(false);
+    // All ten are at work when the outage begins, so that the next call is the probe's.
+    shop.provider.open(false);
     let handle = consumer.start().await.unwrap();
-    shop.until_paused(1).await;
-    eventually("the probe runs", PATIENCE, async || {
-        shop.journal.attempts().last().is_some_and(|call| call.started.elapsed() > ms(300))
-    })
-    .await;
+    shop.until_calls(10).await;
+    shop.provider.open(true);
+    shop.until_calls(11).await;
     handle.resume();
     shop.until_done(9).await;
     tried.open(true);

@@ -115,7 +115,9 @@ async fn whoever_goes_away_with_the_right_to_try_a_job_does_not_take_it_along() 
     shop.jobs(1).await;
     let (retry, connection) = attach(&shop, ms(50)).await;
     let mut jobs = retry.jobs(consumer(&connection, 1).await);
-    down(job(&mut jobs).await).await;
+    // Dropped before it is answered, the consumer's channel would bring the job back.
+    let returned = down(job(&mut jobs).await).await;
+    assert_eq!(within("the return", returned.into_future()).await, Settled::Returned);
     drop(jobs);
     eventually("the job is taken", PATIENCE, async || !shop.take_all().await.is_empty()).await;
 
