@@ -36,13 +36,14 @@ pub(crate) fn definitions(toml: &str) -> anyhow::Result<String> {
         queues.push(queue(&spec.name, arguments(&spec.arguments)?));
     }
     queues.sort_by(|a, b| a["name"].as_str().cmp(&b["name"].as_str()));
+    let shield = topology.shield();
     let shield = json!({
-        "name": format!("lapin-retry-{}", wanted.queue),
+        "name": shield.name,
         "vhost": "/",
-        "pattern": format!(r"^{}\.(retry\..*|buried)$", literally(&wanted.queue)),
+        "pattern": shield.pattern,
         "apply-to": "queues",
-        "priority": 1000,
-        "definition": { "overflow": "reject-publish" },
+        "priority": shield.priority,
+        "definition": serde_json::from_str::<Value>(shield.definition)?,
     });
     let all = json!({ "policies": [shield], "queues": queues });
     Ok(format!("{all:#}\n"))
@@ -69,16 +70,4 @@ fn arguments(table: &FieldTable) -> anyhow::Result<Value> {
         object.insert(name.to_string(), value);
     }
     Ok(Value::Object(object))
-}
-
-/// The regular expression that matches this text and no other.
-fn literally(text: &str) -> String {
-    let mut pattern = String::new();
-    for c in text.chars() {
-        if c.is_ascii_punctuation() && !matches!(c, '-' | '_') {
-            pattern.push('\\');
-        }
-        pattern.push(c);
-    }
-    pattern
 }

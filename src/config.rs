@@ -5,8 +5,8 @@ use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
 use serde::{Deserialize, de::Error as _};
 
 use crate::{
-    Broker, Builder, Declare, Error, Pauses, Policies, QueueType, RetryConsumer, RetryPolicy,
-    Select, Settings, policy::duration,
+    Broker, Builder, Declare, Doctor, Error, Pauses, Policies, QueueType, RetryConsumer,
+    RetryPolicy, Select, Settings, policy::duration,
 };
 
 /// Where the broker's address is looked for when the file names no other variable.
@@ -18,6 +18,8 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// # The variable that holds the broker's address; this is the default. An address with a password
 /// # does not belong in a file.
 /// url_env = "AMQP_URL"
+/// # The same for the management API, for the doctor; without it the doctor does not look.
+/// management_env = "RABBITMQ_MANAGEMENT_URL"
 ///
 /// [consumers.orders]                    # the name is yours
 /// queue = "orders"                      # default: the name
@@ -28,6 +30,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// pause = { first = 5, max = "5m" }
 /// queue_type = "quorum"                 # or "classic"
 /// declare = "create"                    # or "check", "off"
+/// doctor = "warn"                       # or "refuse", "off"
 /// confirm_timeout = 10
 /// hand_offs = 64
 /// worker = "worker-1"
@@ -44,6 +47,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 #[derive(Clone, Debug)]
 pub struct Config {
     url_env: String,
+    management_env: Option<String>,
     consumers: BTreeMap<String, Consumer>,
 }
 
@@ -52,6 +56,7 @@ pub struct Config {
 struct File {
     #[serde(default = "url_variable")]
     url_env: String,
+    management_env: Option<String>,
     consumers: BTreeMap<String, Consumer>,
 }
 
@@ -87,6 +92,8 @@ struct Fields {
     queue_type: QueueType,
     #[serde(default)]
     declare: Declare,
+    #[serde(default)]
+    doctor: Doctor,
     #[serde(default, deserialize_with = "optional_duration")]
     confirm_timeout: Option<Duration>,
     hand_offs: Option<usize>,
@@ -125,7 +132,8 @@ impl TryFrom<Fields> for Consumer {
         let mut settings = Settings::new(policies)
             .pauses(fields.pause)
             .queue_type(fields.queue_type)
-            .declare(fields.declare);
+            .declare(fields.declare)
+            .doctor(fields.doctor);
         if let Some(timeout) = fields.confirm_timeout {
             settings = settings.confirm_timeout(timeout);
         }
@@ -146,15 +154,16 @@ impl TryFrom<Fields> for Consumer {
             priority: fields.priority,
         };
         // Any broker and queue will do to find a contradiction.
-        consumer.builder(Broker::from("amqp://localhost"), "queue").check()?;
+        let broker = Broker::from("amqp://localhost");
+        consumer.builder(broker, "queue", consumer.settings.clone()).check()?;
         Ok(consumer)
     }
 }
 
 impl Consumer {
-    fn builder(&self, broker: Broker, name: &str) -> Builder {
+    fn builder(&self, broker: Broker, name: &str, settings: Settings) -> Builder {
         let queue = self.queue.as_deref().unwrap_or(name);
-        let mut builder = RetryConsumer::builder(broker, queue).settings(self.settings.clone());
+        let mut builder = RetryConsumer::builder(broker, queue).settings(settings);
         if let Some(jobs) = self.prefetch {
             builder = builder.prefetch(jobs);
         }
@@ -205,7 +214,8 @@ impl Config {
             let why = toml::de::Error::custom("no consumers; add a table [consumers.NAME]");
             return Err(Error::configuration(format!("{place}: {}", why.message())));
         }
-        Ok(Self { url_env: file.url_env, consumers: file.consumers })
+        let File { url_env, management_env, consumers } = file;
+        Ok(Self { url_env, management_env, consumers })
     }
 
     /// The broker whose address is in the environment.
@@ -215,12 +225,8 @@ impl Config {
     /// set, or holds no AMQP URL. What it holds is not repeated.
     pub fn broker(&self) -> Result<Broker, Error> {
         let variable = &self.url_env;
-        let url = std::env::var(variable).map_err(|_| {
-            Error::configuration(format!(
-                "{variable}: not set; it holds the broker's address, such as \
-                 amqp://user:password@host:5672/%2f"
-            ))
-        })?;
+        let what = "the broker's address, such as amqp://user:password@host:5672/%2f";
+        let url = from_environment(variable, what)?;
         Broker::new(&url).map_err(|error| Error::configuration(format!("{variable}: {error}")))
     }
 
@@ -232,18 +238,22 @@ impl Config {
     /// A builder with all that the file says of this consumer.
     ///
     /// # Errors
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer,
+    /// or names a variable for the management API that is not set.
     pub fn builder(&self, broker: impl Into<Broker>, name: &str) -> Result<Builder, Error> {
-        Ok(self.consumer(name)?.builder(broker.into(), name))
+        Ok(self.consumer(name)?.builder(broker.into(), name, self.settings(name)?))
     }
 
     /// The settings of this consumer, for [`Retry::attach`](crate::Retry::attach) and
     /// [`Handle::reload`](crate::Handle::reload).
     ///
     /// # Errors
-    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the file has no such consumer.
+    /// As [`builder`](Self::builder).
     pub fn settings(&self, name: &str) -> Result<Settings, Error> {
-        Ok(self.consumer(name)?.settings.clone())
+        let settings = self.consumer(name)?.settings.clone();
+        let Some(variable) = &self.management_env else { return Ok(settings) };
+        let what = "the management API's address, such as http://user:password@host:15672";
+        Ok(settings.management(from_environment(variable, what)?))
     }
 
     /// The policies of this consumer, for a look at its levels.
@@ -265,6 +275,11 @@ impl Config {
     }
 }
 
+fn from_environment(variable: &str, what: &str) -> Result<String, Error> {
+    std::env::var(variable)
+        .map_err(|_| Error::configuration(format!("{variable}: not set; it holds {what}")))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -277,6 +292,8 @@ mod tests {
     fn a_file_sets_all_that_the_builder_has() {
         let config = parse(
             r#"
+            management_env = "PATH"
+
             [consumers.orders]
             queue = "shop.orders"
             policy = { levels = [15, "2m"], jitter = { proportional = 0.2 }, lanes = 4, max_age = "1d" }
@@ -285,6 +302,7 @@ mod tests {
             pause = { first = 1, max = "1m", minimum = "500ms" }
             queue_type = "classic"
             declare = "check"
+            doctor = "refuse"
             confirm_timeout = 3
             hand_offs = 8
             worker = "w1"
@@ -307,6 +325,7 @@ mod tests {
             "500ms",
             "Classic",
             "Check",
+            "Refuse",
             "confirm_timeout: 3s",
             "hand_offs: 8",
             "\"w1\"",
@@ -319,6 +338,8 @@ mod tests {
         ] {
             assert!(builder.contains(part), "{builder} should contain {part}");
         }
+        let management = config.settings("orders").unwrap().management;
+        assert_eq!(management, std::env::var("PATH").ok(), "what the variable holds");
         let mails = format!("{:?}", config.builder("amqp://localhost", "mails").unwrap());
         assert!(mails.contains("queue: \"mails\"") && mails.contains("prefetch: 100"), "{mails}");
         let sync = config.policies("orders").unwrap().get("sync");
@@ -351,6 +372,12 @@ mod tests {
             assert!(error.contains(says), "{error} should say {says}");
             assert!(!error.contains("hunter2"), "{error}");
         }
+        let unset = parse("management_env = \"NO_SUCH_VARIABLE\"\n[consumers.a]").unwrap();
+        let error = unset.builder("amqp://localhost", "a").unwrap_err().to_string();
+        assert!(
+            error.starts_with("NO_SUCH_VARIABLE: not set") && error.contains("15672"),
+            "{error}"
+        );
         let missing = Config::from_file("no/such/file.toml").unwrap_err().to_string();
         assert!(missing.contains("no/such/file.toml"), "{missing}");
     }

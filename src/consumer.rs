@@ -119,8 +119,9 @@ impl RetryConsumer {
         let Self { builder, handler } = self;
         builder.validate()?;
         let hold = builder.consumer_timeout / 2;
+        let held = builder.handler_timeout.saturating_add(builder.settings.hand_off_bound);
         let Builder { broker, queue, settings, prefetch, concurrency, .. } = builder;
-        let engine = Engine::start(broker, &queue, Settings { hold, ..settings }).await?;
+        let engine = Engine::start(broker, &queue, Settings { hold, held, ..settings }).await?;
         let how = Subscribe {
             prefetch,
             tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),

@@ -34,6 +34,9 @@ pub enum ErrorKind {
     Unreadable,
     /// The broker's limit on queues is reached.
     QueueLimit,
+    /// The doctor found what does not do, and was told to refuse it:
+    /// [`Doctor::Refuse`](crate::Doctor::Refuse). The message lists the findings.
+    Unfit,
     /// The broker refused an operation for another reason, which the message repeats.
     Refused,
     /// The consumer or the retry was closed while work was still going on.

@@ -14,7 +14,7 @@ use std::{
 use futures_util::Stream;
 use tokio::sync::mpsc;
 
-use crate::{BuriedReason, Error, FailureKind, Job, PauseKind};
+use crate::{BuriedReason, Error, FailureKind, Finding, Job, PauseKind, Severity};
 
 /// Something happened to a job, or to a consumer. See [`Settings::on_event`](crate::Settings::on_event).
 ///
@@ -29,6 +29,15 @@ pub enum Event {
         queue: String,
         /// How many queues there are beside it.
         queues: usize,
+    },
+    /// The doctor found something wrong with the broker, a queue or a policy, or could not look.
+    /// Before [`Ready`](Self::Ready). See [`Settings::doctor`](crate::Settings::doctor).
+    #[non_exhaustive]
+    Found {
+        /// The work queue.
+        queue: String,
+        /// What is wrong, and what mends it.
+        finding: Finding,
     },
     /// The handler succeeded, and the job was acked.
     #[non_exhaustive]
@@ -233,6 +242,14 @@ fn log(queue: &str, event: &Event) {
     match event {
         Event::Ready { queues, .. } => {
             tracing::info!(queue, queues, "lanes and buried queue are ready");
+        }
+        Event::Found { finding, .. } => {
+            let Finding { severity, queue: on, problem, remedy } = finding;
+            if *severity == Severity::Unchecked {
+                tracing::info!(queue, on, problem, remedy, "the doctor did not look");
+            } else {
+                tracing::warn!(queue, on, ?severity, problem, remedy, "the doctor found");
+            }
         }
         Event::Done { job } => {
             tracing::debug!(

@@ -5,6 +5,7 @@ mod clock;
 #[cfg(feature = "config")]
 mod config;
 mod consumer;
+mod doctor;
 mod error;
 mod event;
 mod handoff;
@@ -24,6 +25,7 @@ pub use lapin;
 pub use self::config::Config;
 pub use self::{
     consumer::{Builder, Handle, Handler, RetryConsumer},
+    doctor::{Doctor, Finding, Severity},
     error::{Error, ErrorKind},
     event::{Event, Events, Postponed, Resumed},
     job::Job,
@@ -36,5 +38,5 @@ pub use self::{
     retry::{Jobs, Retry},
     settings::Settings,
     settle::{Receipt, Settled, Settling, UnsettledJob},
-    topology::{Declare, QueueSpec, QueueType, Topology},
+    topology::{Declare, QueueSpec, QueueType, Shield, Topology},
 };

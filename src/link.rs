@@ -144,4 +144,6 @@ pub(crate) trait Link: Debug + Send + Sync {
         alone: bool,
     ) -> BoxFuture<'a, Result<Subscription, Error>>;
     fn limits(&self) -> Limits;
+    /// Empty if the address is wrong.
+    fn vhost(&self) -> String;
 }

@@ -3,8 +3,8 @@
 use std::{error::Error as StdError, fmt, sync::Arc, time::Duration};
 
 use crate::{
-    Declare, Error, Event, Events, Outcome, Pauses, Policies, QueueType, RetryPolicy,
-    event::Observer, policy::Classifier,
+    Declare, Doctor, Error, Event, Events, Outcome, Pauses, Policies, QueueType, RetryPolicy,
+    doctor, event::Observer, policy::Classifier,
 };
 
 /// How jobs of one work queue are retried, whoever runs them.
@@ -17,6 +17,7 @@ use crate::{
 /// | [`declare`](Self::declare) | [`Declare::Create`] |
 /// | [`confirm_timeout`](Self::confirm_timeout) | 10 s |
 /// | [`hand_offs`](Self::hand_offs) | 64 in flight |
+/// | [`doctor`](Self::doctor), [`management`](Self::management) | [`Doctor::Warn`], no address |
 /// | [`worker`](Self::worker) | `<host name>:<process id>` |
 ///
 /// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
@@ -34,6 +35,12 @@ pub struct Settings {
     pub(crate) hand_off_bound: Duration,
     /// How long a job is held while its hand-off fails: half the broker's consumer timeout.
     pub(crate) hold: Duration,
+    /// How long a job may stay unacked while all goes well.
+    #[cfg_attr(not(feature = "doctor"), expect(dead_code, reason = "for the doctor"))]
+    pub(crate) held: Duration,
+    pub(crate) doctor: Doctor,
+    /// May hold a password.
+    pub(crate) management: Option<String>,
     pub(crate) worker: String,
     pub(crate) observers: Vec<Observer>,
 }
@@ -51,6 +58,9 @@ impl Settings {
             hand_offs: 64,
             hand_off_bound: Duration::from_secs(30),
             hold: Duration::from_secs(15 * 60),
+            held: Duration::ZERO,
+            doctor: Doctor::default(),
+            management: None,
             worker: format!(
                 "{}:{}",
                 gethostname::gethostname().to_string_lossy(),
@@ -131,6 +141,26 @@ impl Settings {
         self
     }
 
+    /// What is done about what is wrong with the broker, the queues and their policies. They are
+    /// looked at once, at the start, for at most 5 s. Default: [`Doctor::Warn`].
+    ///
+    /// It takes an address of the [`management`](Self::management) API and the feature `doctor`;
+    /// without them the log says that nothing was looked at.
+    #[must_use]
+    pub fn doctor(mut self, doctor: Doctor) -> Self {
+        self.doctor = doctor;
+        self
+    }
+
+    /// The broker's management API, for the [`doctor`](Self::doctor), as
+    /// `http://user:password@host:15672`, or `https`. The user needs the tag `management` and must
+    /// see the vhost, no more. Default: none. The address is repeated in no error and no log.
+    #[must_use]
+    pub fn management(mut self, address: impl Into<String>) -> Self {
+        self.management = Some(address.into());
+        self
+    }
+
     /// The name of this worker in the history and in `buried-by`. Default: host name and process id.
     #[must_use]
     pub fn worker(mut self, name: impl Into<String>) -> Self {
@@ -171,6 +201,9 @@ impl Settings {
 
     pub(crate) fn validate(&self) -> Result<(), Error> {
         self.pauses.validate()?;
+        if let Some(address) = &self.management {
+            doctor::validate(address)?;
+        }
         if self.hand_offs == 0 {
             return Err(Error::configuration("hand_offs: 0; at least one must be in flight"));
         }
@@ -215,6 +248,7 @@ impl fmt::Debug for Settings {
             .field("declare", &self.declare)
             .field("confirm_timeout", &self.confirm_timeout)
             .field("hand_offs", &self.hand_offs)
+            .field("doctor", &self.doctor)
             .field("worker", &self.worker)
             .finish_non_exhaustive()
     }

@@ -32,6 +32,7 @@ use self::{
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
     clock::Clock,
+    doctor::examine,
     event::emit,
     handoff::{HandOff, Slot},
     link::{Broker, Confirmed, LINGER, LapinLink, Link, Subscribe, Subscription, Tag},
@@ -77,6 +78,7 @@ impl Engine {
         let rules = Rules::new(queue, &settings, settings.queue_type)?;
         let link: Arc<dyn Link> = Arc::new(LapinLink::new(broker, settings.confirm_timeout));
         declare(&*link, &rules.topology, settings.declare).await?;
+        examine(&*link, &rules.topology, &settings).await?;
         let pacing = Pacing::new(settings.pauses, Instant::now());
         let engine = Arc::new(Self {
             handoff: HandOff::new(Arc::clone(&link), settings.hand_offs),

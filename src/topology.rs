@@ -5,16 +5,24 @@ mod deck;
 mod declare;
 mod name;
 mod place;
+mod shield;
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
+#[cfg(not(feature = "doctor"))]
 use self::name::Name;
+pub use self::shield::Shield;
 pub(crate) use self::{
     deck::Decks,
     declare::{about_permissions, declare, make},
     place::Wait,
+};
+#[cfg(feature = "doctor")]
+pub(crate) use self::{
+    name::{Kind, Name},
+    shield::{all, delete_queue, literally, set_policy, shell},
 };
 use crate::{
     Error, Policies, RetryPolicy,
@@ -182,6 +190,11 @@ impl Topology {
     /// for waits longer than the longest lane.
     pub fn queues_on_first_use(&self) -> impl Iterator<Item = &QueueSpec> {
         self.busy.iter().chain(&self.hold).map(|lane| &lane.queue)
+    }
+
+    /// The policy that keeps others off these queues. It is not set by this: an operator does.
+    pub fn shield(&self) -> Shield {
+        Shield::new(&self.work_queue)
     }
 
     /// The lanes of a policy's level; never empty.

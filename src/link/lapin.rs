@@ -207,6 +207,10 @@ impl Link for LapinLink {
         .boxed()
     }
 
+    fn vhost(&self) -> String {
+        self.broker.address().map(|uri| uri.vhost.clone()).unwrap_or_default()
+    }
+
     fn limits(&self) -> Limits {
         let session = self.broker.0.publishing.last();
         let negotiated = session.map_or(0, |s| s.connection.configuration().frame_max());

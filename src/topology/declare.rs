@@ -2,7 +2,7 @@
 
 use futures_util::{StreamExt, stream};
 
-use super::{Declare, QueueSpec, Topology};
+use super::{Declare, QueueSpec, Topology, shield};
 use crate::{Error, ErrorKind, link::Link};
 
 /// A quorum queue takes 7-25 ms to declare; so many are declared at a time.
@@ -55,33 +55,24 @@ pub(crate) fn about_permissions(error: Error, work_queue: &str) -> Error {
     if error.kind() != ErrorKind::Permission {
         return error;
     }
-    let name = escaped(work_queue);
     Error::new(
         ErrorKind::Permission,
         format!(
-            "{error}; a worker needs configure on ^{name}\\.(retry\\..*|buried)$, write on \
-             ^amq\\.default$ and read on ^{name}($|\\.(retry\\..*|buried)$); without configure, \
-             make the queues beforehand and use declare = \"check\""
+            "{error}; a worker needs configure on {}, write on ^amq\\.default$ and read on {}; \
+             without configure, make the queues beforehand and use declare = \"check\"",
+            shield::ours(work_queue),
+            shield::all(work_queue)
         ),
     )
-}
-
-/// A queue's name in a permission's pattern.
-fn escaped(name: &str) -> String {
-    let special = |c: char| c.is_ascii_punctuation() && c != '-' && c != '_';
-    name.chars().fold(String::new(), |mut pattern, c| {
-        if special(c) {
-            pattern.push('\\');
-        }
-        pattern.push(c);
-        pattern
-    })
 }
 
 /// One of ours: declared, verified, or taken to be there.
 pub(crate) async fn make(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> Result<(), Error> {
     match mode {
-        Declare::Create => link.declare(queue).await.map_err(about_arguments),
+        Declare::Create => {
+            let declared = link.declare(queue).await;
+            declared.map_err(|e| about_arguments(e, &link.vhost(), queue))
+        }
         Declare::Check => link.check(&queue.name).await.map_err(|e| about_a_lane(e, queue)),
         Declare::Off => Ok(()),
     }
@@ -101,7 +92,7 @@ fn about_the_work_queue(error: Error, topology: &Topology) -> Error {
     }
 }
 
-fn about_arguments(error: Error) -> Error {
+fn about_arguments(error: Error, vhost: &str, queue: &QueueSpec) -> Error {
     if error.kind() != ErrorKind::Inequivalent {
         return error;
     }
@@ -109,7 +100,8 @@ fn about_arguments(error: Error) -> Error {
         ErrorKind::Inequivalent,
         format!(
             "{error}; the queue exists with other arguments and is left as it is: use the queue type \
-             that it has, or delete it once it is empty"
+             that it has, or delete it once it is empty: {}",
+            shield::delete_queue(vhost, &queue.name)
         ),
     )
 }

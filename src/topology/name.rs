@@ -62,7 +62,10 @@ impl<'a> Name<'a> {
     }
 
     /// The inverse of `to_string`: a name that it could not have made is no name of ours.
-    #[cfg_attr(not(test), expect(dead_code, reason = "the operator's tool reads names"))]
+    #[cfg_attr(
+        not(any(test, feature = "doctor")),
+        expect(dead_code, reason = "the operator's tool reads names")
+    )]
     pub(crate) fn parse(name: &'a str) -> Option<Self> {
         if let Some(work_queue) = name.strip_suffix(BURIED) {
             return (!work_queue.is_empty()).then_some(Self::buried(work_queue));

@@ -4,6 +4,7 @@ mod busy;
 mod configuration;
 mod deadline;
 mod definitions;
+mod doctor;
 mod hand_off;
 mod hand_off_pause;
 mod hostile;
