@@ -108,14 +108,4 @@ mod tests {
         assert_eq!(shell(""), "''");
         assert_eq!(delete_queue("a b", "q"), "rabbitmqctl delete_queue -p 'a b' q");
     }
-
-    #[test]
-    fn the_readmes_tell_of_the_same_shield() {
-        let texts = [include_str!("../../README.md"), include_str!("../../topology/README.md")];
-        for text in texts {
-            let text: Vec<_> =
-                text.split([' ', '\n']).filter(|w| !matches!(*w, "" | "\\")).collect();
-            assert!(text.join(" ").contains(&Shield::new("orders").command("/")));
-        }
-    }
 }

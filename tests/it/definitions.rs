@@ -1,6 +1,6 @@
 //! The worked topology in `topology/` is what the code declares.
 
-use lapin_retry::{Declare, QueueType, Retry, RetryPolicy, Settings};
+use lapin_retry::{Declare, QueueType, Retry, RetryPolicy, Settings, Topology};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -27,6 +27,16 @@ fn a_queue_name_stands_for_itself_in_the_shield_of_the_definitions() {
     let toml = "queue = \"a.b+c_d-e\"\n[policy]\nlevels = [1]";
     let definitions: Value = serde_json::from_str(&example::definitions(toml).unwrap()).unwrap();
     assert_eq!(definitions["policies"][0]["pattern"], r"^a\.b\+c_d-e\.(retry\..*|buried)$");
+}
+
+#[test]
+fn the_readmes_tell_of_the_shield_that_the_topology_makes() {
+    let topology = Topology::new("orders", RetryPolicy::default(), QueueType::Quorum).unwrap();
+    let command = topology.shield().command("/");
+    for text in [include_str!("../../README.md"), include_str!("../../topology/README.md")] {
+        let words: Vec<_> = text.split_whitespace().filter(|word| *word != "\\").collect();
+        assert!(words.join(" ").contains(&command), "{command}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

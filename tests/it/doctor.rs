@@ -1,8 +1,10 @@
 //! What is wrong with the broker, a queue or a policy is told at the start, or refused.
 
-use crate::support::{BURIED, Journal, PATIENCE, Scene, WORK, eventually, table, within};
+use crate::support::{
+    BURIED, Journal, PATIENCE, Scene, WORK, consume, count, eventually, next, table, within,
+};
 use lapin::{
-    options::QueueDeclareOptions,
+    options::{BasicRejectOptions, QueueDeclareOptions},
     types::{AMQPValue, FieldTable},
 };
 use lapin_retry::{
@@ -24,7 +26,7 @@ fn settings(journal: &Journal) -> Settings {
 
 fn found(journal: &Journal) -> Vec<Finding> {
     journal.all(|event| match event {
-        Event::Found { queue, finding } => {
+        Event::Found { queue, finding, .. } => {
             assert_eq!(queue, WORK);
             Some(finding.clone())
         }
@@ -210,8 +212,25 @@ async fn a_delivery_limit_that_would_drop_jobs_is_told_of_and_mended_by_its_comm
     })
     .await;
     let finding = one(found, Severity::Loss, WORK, &["delivery limit to 20", BURIED]);
+    deliver_too_often(&scene).await;
+    assert_eq!(count(&scene.channel, BURIED).await, 0, "what was said is so");
     obey(&scene, &finding);
     until_nothing_is_found(&scene).await;
+    deliver_too_often(&scene).await;
+    scene.holds(BURIED, 1).await;
+}
+
+/// Takes a job as often as the limit of 20 allows, until it is gone.
+async fn deliver_too_often(scene: &Scene) {
+    scene.job("poison", table([]), b"job").await;
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, WORK, 1).await;
+    for _ in 0..21 {
+        let requeue = BasicRejectOptions { requeue: true };
+        assert!(next(&mut consumer).await.acker.reject(requeue).await.unwrap());
+    }
+    scene.unacked(0).await;
+    channel.close(200, "done".into()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -265,7 +284,6 @@ async fn a_policy_on_our_queues_is_told_of_at_the_first_start_and_kept_off_by_th
 #[tokio::test(flavor = "multi_thread")]
 async fn an_operator_policy_on_our_queues_is_told_of_at_the_first_start() {
     let scene = sound_scene().await;
-    // A quorum lane is within a classic policy's pattern, and not reached by it.
     let vhost = scene.vhost.name();
     let set = |name: &str, pattern: &str, priority: u32, definition: Value| {
         scene.vhost.api().put(

@@ -6,7 +6,7 @@ use anyhow::{Context, anyhow};
 use futures_util::StreamExt;
 use lapin::BasicProperties;
 use lapin_retry::{
-    BuriedReason, Event, Jitter, Job, Marked, Outcome, OutcomeExt, Panicked, RetryConsumer,
+    BuriedReason, Doctor, Event, Jitter, Job, Marked, Outcome, OutcomeExt, Panicked, RetryConsumer,
     RetryPolicy, Settings, TimedOut, reject, undecodable,
 };
 use serde_json::Value;
@@ -308,7 +308,8 @@ async fn a_hook_that_panics_harms_neither_jobs_nor_other_hooks() {
 async fn events_that_nobody_reads_are_dropped_and_counted_and_hold_up_no_job() {
     let scene = Scene::new().await;
     let journal = Journal::default();
-    let (settings, mut events) = Settings::new(one_level()).on_event(journal.hook()).events(5);
+    let (settings, mut events) =
+        Settings::new(one_level()).doctor(Doctor::Off).on_event(journal.hook()).events(5);
     let worker = RetryConsumer::builder(scene.url(), WORK)
         .settings(settings)
         .handler(|_: Job| async { Ok(()) })

@@ -3,7 +3,7 @@
 use super::{PATIENCE, eventually};
 use anyhow::{Context, anyhow};
 use lapin::types::{AMQPValue, FieldTable};
-use lapin_retry::{BuriedReason, Event, Job, PauseKind, Resumed};
+use lapin_retry::{BuriedReason, Event, Job, PauseKind, Resumed, Severity};
 use std::{
     collections::BTreeSet,
     future::{Future, Ready, ready},
@@ -276,6 +276,7 @@ impl Journal {
             | Event::Done { .. }
             | Event::Retried { .. }
             | Event::Buried { .. } => None,
+            Event::Found { finding, .. } if finding.severity == Severity::Unchecked => None,
             trouble => Some(trouble.clone()),
         });
         assert!(trouble.is_empty(), "{trouble:?}");
