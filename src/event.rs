@@ -245,10 +245,11 @@ fn log(queue: &str, event: &Event) {
         }
         Event::Found { finding, .. } => {
             let Finding { severity, queue: on, problem, remedy } = finding;
+            // Not as quoted text, so that a command can be pasted as it stands there.
             if *severity == Severity::Unchecked {
-                tracing::info!(queue, on, problem, remedy, "the doctor did not look");
+                tracing::info!(queue, on, %problem, %remedy, "the doctor did not look");
             } else {
-                tracing::warn!(queue, on, ?severity, problem, remedy, "the doctor found");
+                tracing::warn!(queue, on, ?severity, %problem, %remedy, "the doctor found");
             }
         }
         Event::Done { job } => {
@@ -368,6 +369,37 @@ mod tests {
         let observers: [Observer; 2] = [Arc::new(|_: &Event| panic!("hook")), Arc::new(feed)];
         emit("orders", &observers, &ready(1));
         assert!(matches!(events.next().now_or_never(), Some(Some(Event::Ready { queues: 1, .. }))));
+    }
+
+    #[test]
+    fn a_command_can_be_pasted_from_the_log() {
+        #[derive(Clone, Default)]
+        struct Log(Arc<std::sync::Mutex<Vec<u8>>>);
+        impl std::io::Write for Log {
+            fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+                self.0.lock().unwrap().write(bytes)
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber = tracing_subscriber::fmt().with_writer(move || writer.clone());
+        let subscriber = Arc::new(subscriber.finish());
+        let remedy = r#"rabbitmqctl set_policy p '^a\.b$' '{"overflow":"reject-publish"}'"#;
+        let (queue, remedy) = ("a.b".to_owned(), remedy.to_owned());
+        let problem = "it is not durable".to_owned();
+        for severity in [Severity::Unchecked, Severity::Loss] {
+            let (problem, remedy) = (problem.clone(), remedy.clone());
+            let finding = Finding { severity, queue: queue.clone(), problem, remedy };
+            let found = Event::Found { queue: queue.clone(), finding };
+            tracing::subscriber::with_default(Arc::clone(&subscriber), || {
+                emit(&queue, &[], &found)
+            });
+        }
+        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        assert_eq!(text.matches(&remedy).count(), 2, "{text}");
     }
 
     #[test]

@@ -180,11 +180,14 @@ impl Asked<'_> {
             let long = u64::try_from(self.held.as_millis()).unwrap_or(u64::MAX);
             definition.insert("consumer-timeout".to_owned(), json!(long.saturating_mul(2)));
         }
-        // An empty policy is refused; on a queue that has a target, this changes nothing.
-        if !queue.has_dead_letter_exchange() || definition.is_empty() {
+        if !queue.has_dead_letter_exchange() {
             let buried = self.topology.buried().name.as_str();
             definition.insert("dead-letter-exchange".to_owned(), json!(""));
             definition.insert("dead-letter-routing-key".to_owned(), json!(buried));
+        }
+        if definition.is_empty() {
+            // An empty policy is refused. Ten years change nothing.
+            definition.insert("message-ttl".to_owned(), json!(315_360_000_000_u64));
         }
         let pattern = format!("^{}$", literally(name));
         let definition = Value::Object(definition).to_string();

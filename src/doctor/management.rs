@@ -111,7 +111,9 @@ fn object<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Map<String, Value
 impl Api {
     fn look(&self, work_queue: &str) -> Result<Seen, String> {
         let overview: Overview = self.get("overview?columns=rabbitmq_version")?;
-        let version = Version::parse(&overview.rabbitmq_version).unwrap_or_default();
+        let version = &overview.rabbitmq_version;
+        let unknown = || format!("its version {version:?} is not understood");
+        let version = Version::parse(version).ok_or_else(unknown)?;
         let mut seen = Seen { version, ..Seen::default() };
         let policies: Vec<PolicyInfo> = self.get(&format!("policies/{}", self.vhost))?;
         let columns = "name,type,durable,auto_delete,arguments,policy";

@@ -117,6 +117,10 @@ fn a_work_queue_that_vanishes_loses_jobs() {
     let mended = "rabbitmqctl set_policy -p / --priority 8 --apply-to queues \
                   lapin-retry-orders-work-queue '^orders$' '{\"ha-mode\":\"all\"}'";
     is(by_policy, Severity::Loss, "orders", "the policy \"theirs\" sets expires to 9", mended);
+    let nothing_else = about_work_queue(V4, |queue| {
+        queue.policy = policy("theirs", json!({ "expires": 9 }));
+    });
+    is(nothing_else, Severity::Loss, "orders", "theirs", "'{\"message-ttl\":315360000000}'");
     let by_operator = about_work_queue(V4, |queue| {
         queue.operator_policy = policy("op", json!({ "expires": 9 }));
     });
@@ -288,7 +292,8 @@ fn a_lane_with_other_arguments_is_named_with_each_difference_and_the_command() {
         judged(&seen).pop()
     };
     let delete = "rabbitmqctl delete_queue -p / orders.retry.00015s; a worker with declare";
-    let cases: [(fn(&mut Queue), &str); 6] = [
+    type Change = fn(&mut Queue);
+    let cases: [(Change, &str); 6] = [
         (|q| q.durable = false, "it is not durable"),
         (|q| q.auto_delete = true, "it is auto-delete"),
         (|q| q.quorum = false, "x-queue-type is \"classic\" and not \"quorum\""),
