@@ -283,6 +283,8 @@ fn from_environment(variable: &str, what: &str) -> Result<String, Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzz::fuzz;
+    use proptest::prelude::*;
 
     fn parse(text: &str) -> Result<Config, Error> {
         Config::parse(text, "retry.toml")
@@ -380,5 +382,111 @@ mod tests {
         );
         let missing = Config::from_file("no/such/file.toml").unwrap_err().to_string();
         assert!(missing.contains("no/such/file.toml"), "{missing}");
+    }
+
+    /// What files are made of, and what they had better not be.
+    const PIECES: [&str; 42] = [
+        "[consumers.a]\n",
+        "[consumers.a.policy]\n",
+        "[[consumers]]\n",
+        "consumers.a.policy = ",
+        "policy = ",
+        "levels = ",
+        "exponential = ",
+        "initial = ",
+        "multiplier = ",
+        "attempts = ",
+        "jitter = ",
+        "proportional = ",
+        "lanes = ",
+        "max_age = ",
+        "pause = ",
+        "first = ",
+        "max = ",
+        "types.x = ",
+        "select = ",
+        "prefetch = ",
+        "handler_timeout = ",
+        "priority = ",
+        "{ ",
+        " }",
+        "[",
+        "]",
+        ", ",
+        "\n",
+        "\"",
+        "'",
+        "\"10y\"",
+        "\"1m 30s\"",
+        "0",
+        "-1",
+        "1e308",
+        "nan",
+        "inf",
+        "0.0000001",
+        "65536",
+        "4294967295",
+        "9223372036854775807",
+        "18446744073709551616",
+    ];
+    const VALID: [&str; 3] = [
+        include_str!("../examples/five_types.toml"),
+        "[consumers.a]\npolicy = { levels = [15, \"2m\"], jitter = \"full\", lanes = 4, max_age = \"1d\" }\n\
+         select = { header = \"kind\" }\ntypes.x = { levels = [5], jitter = { proportional = 0.2 } }\n\
+         pause = { first = 1, max = \"1m\", minimum = \"500ms\" }\nqueue_type = \"classic\"\n\
+         declare = \"check\"\nconfirm_timeout = 3\nhand_offs = 8\nworker = \"w\"\nprefetch = 10\n\
+         concurrency = 2\nhandler_timeout = \"1m\"\nconsumer_timeout = \"30m\"\nconsumer_tag = \"t\"\n\
+         priority = -1\n",
+        "[consumers.a]\npolicy = { exponential = { initial = \"500ms\", multiplier = 2.5, \
+         max = \"30s\", attempts = 7 }, jitter = \"none\" }\n[consumers.b]\nqueue = \"b\"\n",
+    ];
+
+    fn piece() -> impl Strategy<Value = String> {
+        prop_oneof![
+            6 => proptest::sample::select(PIECES.to_vec()).prop_map(str::to_owned),
+            1 => any::<String>(),
+            1 => any::<i64>().prop_map(|n| n.to_string()),
+            1 => any::<f64>().prop_map(|n| n.to_string()),
+        ]
+    }
+
+    /// A valid file in which some words, numbers and signs are others.
+    fn mutated() -> impl Strategy<Value = String> {
+        let change = (any::<proptest::sample::Index>(), proptest::option::weighted(0.8, piece()));
+        let changes = proptest::collection::vec(change, 1..6);
+        (proptest::sample::select(VALID.to_vec()), changes).prop_map(|(valid, changes)| {
+            let is_word = |c: char| c.is_alphanumeric() || "_-.".contains(c);
+            let mut words: Vec<String> = Vec::new();
+            for c in valid.chars() {
+                match words.last_mut() {
+                    Some(word) if is_word(c) && word.ends_with(is_word) => word.push(c),
+                    _ => words.push(c.into()),
+                }
+            }
+            for (at, change) in changes {
+                *at.get_mut(&mut words) = change.unwrap_or_default();
+            }
+            words.concat()
+        })
+    }
+
+    #[test]
+    fn whatever_is_in_the_file_it_is_read_or_refused() {
+        let soup = proptest::collection::vec(piece(), 0..30).prop_map(|pieces| pieces.concat());
+        let texts = prop_oneof![4 => mutated(), 2 => soup, 1 => any::<String>()];
+        fuzz(texts, |text| {
+            match parse(&text) {
+                Ok(config) => {
+                    for name in config.names() {
+                        let builder = config.builder("amqp://localhost", name).unwrap();
+                        prop_assert!(builder.check().is_ok());
+                        let _ =
+                            format!("{builder:?} {:?}", config.policies(name).unwrap().get("x"));
+                    }
+                }
+                Err(error) => prop_assert!(error.to_string().starts_with("retry.toml"), "{error}"),
+            }
+            Ok(())
+        });
     }
 }

@@ -8,6 +8,8 @@ mod consumer;
 mod doctor;
 mod error;
 mod event;
+#[cfg(test)]
+mod fuzz;
 mod handoff;
 mod job;
 mod link;

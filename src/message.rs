@@ -6,7 +6,7 @@ mod copy;
 mod header;
 mod story;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::{fmt, sync::Arc};
 

@@ -84,7 +84,7 @@ pub(super) fn buried(message: &Arc<Message>, reason: BuriedReason) -> FieldTable
 }
 
 /// The bytes of the copy's header frame, as lapin's own generator writes it.
-pub(super) fn header_frame_len(properties: &BasicProperties) -> usize {
+pub(crate) fn header_frame_len(properties: &BasicProperties) -> usize {
     let header =
         AMQPContentHeader { class_id: 60, body_size: u64::MAX, properties: properties.clone() };
     let frame = AMQPFrame::Header(u16::MAX, header);
@@ -94,7 +94,7 @@ pub(super) fn header_frame_len(properties: &BasicProperties) -> usize {
 }
 
 /// The broker closes the connection at a short string inside a table.
-pub(super) fn has_short_string(table: &FieldTable) -> bool {
+pub(crate) fn has_short_string(table: &FieldTable) -> bool {
     fn within(value: &AMQPValue) -> bool {
         match value {
             AMQPValue::ShortString(_) => true,
@@ -135,7 +135,7 @@ fn likely_values() -> impl Strategy<Value = AMQPValue> {
 }
 
 /// Any headers, in half of the cases beside a `retry-queue` that makes ours believed.
-pub(super) fn headers() -> impl Strategy<Value = FieldTable> {
+pub(crate) fn headers() -> impl Strategy<Value = FieldTable> {
     let fields = proptest::collection::vec((names(), likely_values()), 0..25);
     (any::<bool>(), fields).prop_map(|(believed, fields)| {
         let mut table = table(fields.iter().map(|(name, value)| (name.as_str(), value.clone())));
@@ -147,7 +147,7 @@ pub(super) fn headers() -> impl Strategy<Value = FieldTable> {
 }
 
 /// Foreign headers up to some 200 KB: many small, few large.
-pub(super) fn bulky_headers() -> impl Strategy<Value = FieldTable> {
+pub(crate) fn bulky_headers() -> impl Strategy<Value = FieldTable> {
     let sizes = prop_oneof![
         3 => 0usize..300,
         2 => 300usize..20_000,

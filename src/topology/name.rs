@@ -146,6 +146,7 @@ fn digits(text: &str, width: usize) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzz::fuzz;
     use proptest::prelude::*;
 
     #[test]
@@ -190,6 +191,57 @@ mod tests {
         let work_queue = "a.retry.00015s.buried";
         let name = Name::lane(work_queue, 1_000, Some(700)).to_string();
         assert_eq!(Name::parse(&name), Some(Name::lane(work_queue, 1_000, Some(700))));
+    }
+
+    #[test]
+    fn whatever_a_queue_is_called_its_name_is_written_as_it_was_read_or_is_not_ours() {
+        let pieces = [
+            ".retry.",
+            ".retry",
+            "retry",
+            ".buried",
+            "buried",
+            "busy",
+            "hold",
+            ".",
+            "00015s",
+            "00001500ms",
+            "00008437ms",
+            "s",
+            "ms",
+            "0",
+            "-1",
+            "99999999999999999999",
+            "ä",
+            "\0",
+        ];
+        let piece = prop_oneof![
+            4 => proptest::sample::select(pieces.to_vec()).prop_map(str::to_owned),
+            1 => any::<String>(),
+            1 => "[0-9]{1,21}m?s",
+        ];
+        let name = proptest::collection::vec(piece, 0..10).prop_map(|pieces| pieces.concat());
+        fuzz((name, any::<Option<u64>>(), any::<u64>()), |(text, jittered_ms, delay_ms)| {
+            if let Some(name) = Name::parse(&text) {
+                prop_assert!(!name.work_queue.is_empty());
+                prop_assert_eq!(name.to_string(), text.as_str());
+                let _ = name.delay_ms();
+            }
+            if text.is_empty() {
+                return Ok(());
+            }
+            for name in [
+                Name::lane(&text, delay_ms, jittered_ms),
+                Name::busy(&text, delay_ms),
+                Name::hold(&text, delay_ms),
+                Name::buried(&text),
+            ] {
+                let written = name.to_string();
+                prop_assert_eq!(Name::parse(&written), Some(name.clone()));
+                prop_assert!(name.checked(&text).map_or(true, |name| name.len() <= LONGEST));
+            }
+            Ok(())
+        });
     }
 
     proptest! {

@@ -1,11 +1,20 @@
 //! Several workers on one job, as values: each with a clock of its own, and no broker.
 
+use amq_protocol::{
+    frame::WriteContext,
+    types::{generation::gen_field_table, parsing::parse_field_table},
+};
 use lapin::{BasicProperties, types::FieldTable};
+use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    Jitter, RetryPolicy, Settings,
-    message::{Copier, Message},
+    Jitter, Outcome, RetryPolicy, Settings,
+    fuzz::fuzz,
+    message::{
+        Copier, Message, Outgoing,
+        tests::{bulky_headers, has_short_string, header_frame_len, headers as any_headers},
+    },
     retry_after,
 };
 
@@ -143,4 +152,109 @@ fn the_expiration_of_a_lane_is_no_deadline() {
     let failed = Verdict::from_result(Err(anyhow::anyhow!("no")), &[]);
     let to = rules.after_attempt(&back, failed, at(2 * delay), "host:1").unwrap();
     assert!(matches!(to.to, To::Level { level: 2, .. }), "{to:?}");
+}
+
+/// Headers as they come off the wire: any, large ones, and such with a few bytes that are others.
+fn wire_headers() -> impl Strategy<Value = FieldTable> {
+    let bytes = proptest::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..4);
+    let table = prop_oneof![8 => any_headers(), 1 => bulky_headers()];
+    (table, bytes).prop_map(|(table, bytes)| {
+        let written = gen_field_table(&table)(WriteContext::from(Vec::new())).unwrap();
+        let mut wire = written.into_inner().0;
+        for (at, byte) in bytes {
+            // Another length of the whole is only another frame.
+            let content = wire.get_mut(4..).filter(|content| !content.is_empty());
+            content.map(|content| *at.get_mut(content) = byte);
+        }
+        parse_field_table(&wire[..]).map_or(table, |(_, table)| table)
+    })
+}
+
+fn any_message() -> impl Strategy<Value = Message> {
+    let lives = prop_oneof!["[0-9]{1,22}", ".{0,9}"];
+    let short = || proptest::option::of(".{0,60}");
+    let properties = (
+        wire_headers(),
+        proptest::option::of(lives),
+        proptest::option::of(prop_oneof![Just(1_767_225_600), any::<u64>()]),
+        (short(), short(), short(), short()),
+    );
+    (properties, ".{0,60}", ".{0,60}", any::<bool>()).prop_map(
+        |((headers, lives, stamp, (id, user, kind, encoding)), exchange, key, redelivered)| {
+            let mut properties = BasicProperties::default().with_headers(headers);
+            let mut with = |text: Option<String>, set: fn(BasicProperties, _) -> _| {
+                if let Some(text) = text {
+                    properties = set(properties.clone(), text.as_str().into());
+                }
+            };
+            with(lives, BasicProperties::with_expiration);
+            with(id, BasicProperties::with_message_id);
+            with(user, BasicProperties::with_user_id);
+            with(kind, BasicProperties::with_type);
+            with(encoding, BasicProperties::with_content_type);
+            if let Some(stamp) = stamp {
+                properties = properties.with_timestamp(stamp);
+            }
+            let (exchange, routing_key) = (exchange.as_str().into(), key.as_str().into());
+            Message { exchange, routing_key, redelivered, properties, body: Vec::new() }
+        },
+    )
+}
+
+/// Where it goes, as what is published there.
+fn sent(to: &Move, job: &Job, now: SystemTime) -> Outgoing {
+    let reason = match to.onward(job, "orders", now) {
+        Ok(onward) => {
+            let (message, delay_ms) = (job.message(), onward.delay_ms);
+            match COPIER.onward(message, job.id(), onward.story, &onward.queue, delay_ms) {
+                Ok(copy) => return copy,
+                Err(_) => BuriedReason::TooLarge,
+            }
+        }
+        Err(reason) => reason,
+    };
+    let (story, what) = (to.story.clone(), (reason, now, "host:1"));
+    COPIER.burial(job.message(), job.id(), story, "orders.buried", what).0
+}
+
+#[test]
+fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
+    let rules = rules(RetryPolicy::new([1, 60]).max_age(seconds(1e6)));
+    let outcome = prop_oneof![
+        Just(Outcome::Failed),
+        any::<u64>().prop_map(|ms| Outcome::RetryAfter(Duration::from_millis(ms))),
+        Just(Outcome::RetryAfter(Duration::MAX)),
+        Just(Outcome::Reject),
+        Just(Outcome::Busy),
+        Just(Outcome::Outage),
+    ];
+    let now = (0..4_000_000_000u64).prop_map(|s| SystemTime::UNIX_EPOCH + Duration::from_secs(s));
+    fuzz((any_message(), outcome, ".{0,2000}", now), |(message, outcome, error, now)| {
+        let mut story = Story::read(&message, "orders");
+        story.forgive(now);
+        let mut job = Job::new(message, story);
+        // On its first arrival, and once more as what became of it then.
+        for _ in 0..2 {
+            let _ = (format!("{job:?}"), job.message().delivery_count());
+            let failed = Verdict::Failed {
+                outcome,
+                kind: FailureKind::Failed,
+                error: anyhow::Error::msg(error.clone()),
+            };
+            let after = rules.after_attempt(&job, failed, now, "host:1");
+            let mut ways =
+                vec![after.expect("no failure is the end"), Move::return_unrun(&job, now)];
+            if let Arrival::Move(to) = rules.on_arrival(&job, now) {
+                ways.push(*to);
+            }
+            let copies: Vec<_> = ways.iter().map(|to| sent(to, &job, now)).collect();
+            for Outgoing { properties, queue, .. } in &copies {
+                prop_assert!(header_frame_len(properties) <= 131_072, "{queue}");
+                prop_assert!(!has_short_string(properties.headers().as_ref().unwrap()));
+                prop_assert_eq!(properties.message_id().as_ref().unwrap().as_str(), job.id());
+            }
+            job = self::job(copies[0].properties.clone());
+        }
+        Ok(())
+    });
 }
