@@ -24,6 +24,11 @@ impl Engine {
             self.emit(&Event::Stale { job });
             return None;
         }
+        if self.is_finished(&job) {
+            let (engine, event) = (Arc::clone(self), Event::AlreadyDone { job: job.clone() });
+            self.spawn(async move { engine.ack(&job, &*tag, event).await });
+            return None;
+        }
         // Its handler has run: all that is left to do is what was decided then.
         if let Some(to) = self.owed(&job) {
             let engine = Arc::clone(self);

@@ -33,6 +33,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// doctor = "warn"                       # or "refuse", "off"
 /// confirm_timeout = 10
 /// hand_offs = 64
+/// remember_done = 0
 /// worker = "worker-1"
 /// prefetch = 100
 /// concurrency = 20
@@ -97,6 +98,8 @@ struct Fields {
     #[serde(default, deserialize_with = "optional_duration")]
     confirm_timeout: Option<Duration>,
     hand_offs: Option<usize>,
+    #[serde(default)]
+    remember_done: usize,
     worker: Option<String>,
     prefetch: Option<u16>,
     concurrency: Option<usize>,
@@ -133,7 +136,8 @@ impl TryFrom<Fields> for Consumer {
             .pauses(fields.pause)
             .queue_type(fields.queue_type)
             .declare(fields.declare)
-            .doctor(fields.doctor);
+            .doctor(fields.doctor)
+            .remember_done(fields.remember_done);
         if let Some(timeout) = fields.confirm_timeout {
             settings = settings.confirm_timeout(timeout);
         }
@@ -307,6 +311,7 @@ mod tests {
             doctor = "refuse"
             confirm_timeout = 3
             hand_offs = 8
+            remember_done = 9
             worker = "w1"
             prefetch = 10
             concurrency = 2
@@ -330,6 +335,7 @@ mod tests {
             "Refuse",
             "confirm_timeout: 3s",
             "hand_offs: 8",
+            "remember_done: 9",
             "\"w1\"",
             "prefetch: 10",
             "Some(2)",
@@ -355,6 +361,7 @@ mod tests {
             ("[consumers.a]\nprefech = 1", "retry.toml:2: unknown field `prefech`"),
             ("[consumers.a]\nprefetch = \"many\"", "retry.toml:2:"),
             ("[consumers.a]\nprefetch = 0", "prefetch"),
+            ("[consumers.a]\nremember_done = 1000001", "remember_done"),
             ("[consumers.a]\nhandler_timeout = 1.5", "retry.toml:2:"),
             ("[consumers.a]\nhandler_timeout = \"5 parsecs\"", "retry.toml:2:"),
             ("[consumers.a]\npolicy = { levels = [0] }", "retry.toml:2: levels[0]"),
@@ -434,7 +441,7 @@ mod tests {
         "[consumers.a]\npolicy = { levels = [15, \"2m\"], jitter = \"full\", lanes = 4, max_age = \"1d\" }\n\
          select = { header = \"kind\" }\ntypes.x = { levels = [5], jitter = { proportional = 0.2 } }\n\
          pause = { first = 1, max = \"1m\", minimum = \"500ms\" }\nqueue_type = \"classic\"\n\
-         declare = \"check\"\nconfirm_timeout = 3\nhand_offs = 8\nworker = \"w\"\nprefetch = 10\n\
+         declare = \"check\"\nconfirm_timeout = 3\nhand_offs = 8\nremember_done = 9\nworker = \"w\"\nprefetch = 10\n\
          concurrency = 2\nhandler_timeout = \"1m\"\nconsumer_timeout = \"30m\"\nconsumer_tag = \"t\"\n\
          priority = -1\n",
         "[consumers.a]\npolicy = { exponential = { initial = \"500ms\", multiplier = 2.5, \

@@ -45,6 +45,13 @@ pub enum Event {
         /// The job.
         job: Job,
     },
+    /// The job was delivered again although its handler had succeeded, and was acked without being
+    /// run: see [`Settings::remember_done`](crate::Settings::remember_done).
+    #[non_exhaustive]
+    AlreadyDone {
+        /// The job.
+        job: Job,
+    },
     /// The handler failed; the job is in a lane and comes back.
     #[non_exhaustive]
     Retried {
@@ -259,6 +266,15 @@ fn log(queue: &str, event: &Event) {
                 job_type = job.kind(),
                 retry_count = job.retry_count(),
                 "done"
+            );
+        }
+        Event::AlreadyDone { job } => {
+            tracing::info!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                retry_count = job.retry_count(),
+                "delivered again although it is done; acked without a run"
             );
         }
         Event::Retried { job, level, delay, due, kind, error } => {

@@ -18,6 +18,7 @@ use crate::{
 /// | [`confirm_timeout`](Self::confirm_timeout) | 10 s |
 /// | [`hand_offs`](Self::hand_offs) | 64 in flight |
 /// | [`doctor`](Self::doctor), [`management`](Self::management) | [`Doctor::Warn`], no address |
+/// | [`remember_done`](Self::remember_done) | 0: no job |
 /// | [`worker`](Self::worker) | `<host name>:<process id>` |
 ///
 /// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
@@ -32,6 +33,7 @@ pub struct Settings {
     pub(crate) declare: Declare,
     pub(crate) confirm_timeout: Duration,
     pub(crate) hand_offs: usize,
+    pub(crate) remember_done: usize,
     pub(crate) hand_off_bound: Duration,
     /// How long a job is held while its hand-off fails: half the broker's consumer timeout.
     pub(crate) hold: Duration,
@@ -56,6 +58,7 @@ impl Settings {
             declare: Declare::default(),
             confirm_timeout: Duration::from_secs(10),
             hand_offs: 64,
+            remember_done: 0,
             hand_off_bound: Duration::from_secs(30),
             hold: Duration::from_secs(15 * 60),
             held: Duration::ZERO,
@@ -125,10 +128,30 @@ impl Settings {
     }
 
     /// How many hand-offs may be in flight at a time. Default: 64. Each uses a channel of its own
-    /// on the publishing connection.
+    /// on the publishing connection. All consumers of a [`Broker`](crate::Broker) together have
+    /// half of the channels that the broker allows a connection: 1023 by default.
     #[must_use]
     pub fn hand_offs(mut self, in_flight: usize) -> Self {
         self.hand_offs = in_flight;
+        self
+    }
+
+    /// How many of the jobs that succeeded last are remembered, by their message ids. Default: 0,
+    /// none; at most 1,000,000. Each takes up to 80 bytes of memory.
+    ///
+    /// An ack that is lost with its connection makes the broker deliver a job again whose work is
+    /// done. If the job is remembered it is acked instead of being run again, and
+    /// [`Event::AlreadyDone`] tells of it. That saves work; it does not make jobs run exactly once:
+    /// each consumer remembers its own, until its process ends.
+    ///
+    /// A job is taken for one that is done only if the broker marks it as delivered again, and if
+    /// its id, body, exchange, routing key, timestamp and counts are the same: a retry is run, and
+    /// so is a job without an id of its publisher's. Leave it off where **different jobs have the
+    /// same id**, body and timestamp: one that was given back before it was run may then be taken
+    /// for another that is done, and is lost.
+    #[must_use]
+    pub fn remember_done(mut self, jobs: usize) -> Self {
+        self.remember_done = jobs;
         self
     }
 
@@ -214,6 +237,12 @@ impl Settings {
                 self.hand_offs
             )));
         }
+        if self.remember_done > 1_000_000 {
+            return Err(Error::configuration(format!(
+                "remember_done: {}; at most 1000000, which take up to 80 MB",
+                self.remember_done
+            )));
+        }
         if self.confirm_timeout.is_zero() {
             return Err(Error::configuration("confirm_timeout: zero; no confirm is that fast"));
         }
@@ -249,6 +278,7 @@ impl fmt::Debug for Settings {
             .field("confirm_timeout", &self.confirm_timeout)
             .field("hand_offs", &self.hand_offs)
             .field("doctor", &self.doctor)
+            .field("remember_done", &self.remember_done)
             .field("worker", &self.worker)
             .finish_non_exhaustive()
     }

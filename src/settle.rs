@@ -1,5 +1,6 @@
 //! One delivery to its one end: acked, in a lane, back in its queue, or buried.
 
+mod finished;
 mod pacing;
 mod plan;
 mod stuck;
@@ -21,13 +22,14 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
+use self::{
+    finished::Finished,
+    plan::To,
+    stuck::{Next, Owed, Trouble},
+};
 pub(crate) use self::{
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
-};
-use self::{
-    plan::To,
-    stuck::{Next, Owed, Trouble},
 };
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
@@ -54,6 +56,7 @@ pub(crate) struct Engine {
     pacing: Mutex<Pacing>,
     pace: watch::Sender<Pace>,
     owed: Mutex<Owed>,
+    finished: Mutex<Finished>,
     /// When the broker was last told of a delivery.
     answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
@@ -89,6 +92,7 @@ impl Engine {
             pace: watch::Sender::new(pacing.pace()),
             pacing: Mutex::new(pacing),
             owed: Mutex::default(),
+            finished: Mutex::new(Finished::new(settings.remember_done)),
             answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
@@ -210,7 +214,11 @@ impl Engine {
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
         let task = match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
-            None => self.spawn(async move { engine.ack(&job, &*tag).await }),
+            None => {
+                self.finished(&job);
+                let done = Event::Done { job: job.clone() };
+                self.spawn(async move { engine.ack(&job, &*tag, done).await })
+            }
             // The wait for a slot is part of the task, so that close() knows of it, and a caller
             // who gives up waiting leaves no job behind that nobody settles.
             Some(to) => {
@@ -271,9 +279,10 @@ impl Engine {
         *answered = Some(Instant::now());
     }
 
-    async fn ack(&self, job: &Job, tag: &dyn Tag) -> Settled {
+    /// Acks a job without a hand-off, and tells of it.
+    pub(crate) async fn ack(&self, job: &Job, tag: &dyn Tag, event: Event) -> Settled {
         if self.ack_by(tag).await {
-            self.emit(&Event::Done { job: job.clone() });
+            self.emit(&event);
             return Settled::Acked;
         }
         self.emit(&Event::Stale { job: job.clone() });

@@ -14,13 +14,18 @@ use lapin::{
     protocol::{AMQPErrorKind, AMQPSoftError},
 };
 
-use tokio::time::Instant;
+use tokio::{
+    sync::{Semaphore, SemaphorePermit},
+    time::Instant,
+};
 
 use super::Broker;
 use crate::{Error, ErrorKind, clock::Backoff};
 
 /// How long connecting may take. A broker that is stopped still accepts connections.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// What RabbitMQ negotiates unless told otherwise.
+const CHANNEL_MAX: u16 = 2047;
 
 /// A connection that several users share.
 #[derive(Debug, Default)]
@@ -59,7 +64,9 @@ pub(super) struct Session {
     pub(super) number: u64,
     pub(super) connection: Connection,
     retired: AtomicBool,
-    /// Channels in confirm mode with nothing in flight.
+    /// How many channels may publish, for all consumers together.
+    turns: Semaphore,
+    /// Channels in confirm mode with nothing in flight; never more than there are turns.
     idle: Mutex<Vec<Channel>>,
 }
 
@@ -100,6 +107,7 @@ impl Shared {
                 opening.backoff.reset();
                 let session = Arc::new(Session {
                     number: opening.opened,
+                    turns: Semaphore::new(turns(connection.configuration().channel_max())),
                     connection,
                     retired: AtomicBool::new(false),
                     idle: Mutex::default(),
@@ -142,7 +150,13 @@ impl Session {
         self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
     }
 
-    /// A channel in confirm mode that nobody else uses.
+    /// The right to use one of the channels that publish.
+    pub(super) async fn turn(&self) -> SemaphorePermit<'_> {
+        // The semaphore is never closed.
+        self.turns.acquire().await.expect("an open semaphore")
+    }
+
+    /// A channel in confirm mode that nobody else uses. For whoever has a turn.
     pub(super) async fn confirm_channel(&self) -> Result<Channel, lapin::Error> {
         loop {
             let idle = lock(&self.idle).pop();
@@ -161,6 +175,14 @@ impl Session {
     pub(super) fn put_back(&self, channel: Channel) {
         lock(&self.idle).push(channel);
     }
+}
+
+/// Half of the channels that the broker allows: the others are for declaring and checking queues, and
+/// for those that are about to be closed.
+fn turns(channel_max: u16) -> usize {
+    // 0 means that the broker sets no limit.
+    let channels = if channel_max == 0 { CHANNEL_MAX } else { channel_max };
+    usize::from(channels / 2).max(1)
 }
 
 /// Nothing panics while it holds one of these.

@@ -84,6 +84,9 @@ impl LapinLink {
             // What is published now would be sent, and confirmed, only when the alarm is over.
             return not_sent("the broker blocks publishers (a memory or disk alarm)");
         }
+        let Ok(_turn) = tokio::time::timeout(self.confirm_timeout, session.turn()).await else {
+            return not_sent("all channels of the publishing connection are in use");
+        };
         let opening = tokio::time::timeout(self.confirm_timeout, session.confirm_channel());
         let channel = match opening.await {
             Ok(Ok(channel)) => channel,
@@ -310,10 +313,11 @@ impl Drop for Consuming {
 impl Control for Consuming {
     fn cancel(&self) -> BoxFuture<'_, ()> {
         async {
-            // It fails only where the channel is gone, and the consumer with it.
+            // It fails only where the channel is gone, and the consumer with it; and where the
+            // connection dies meanwhile it may never be answered.
             let cancelled =
                 self.channel.basic_cancel(self.tag.clone(), BasicCancelOptions::default());
-            let _ = cancelled.await;
+            let _ = tokio::time::timeout(ANSWER, cancelled).await;
         }
         .boxed()
     }

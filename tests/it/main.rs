@@ -2,8 +2,10 @@
 
 mod busy;
 mod configuration;
+mod credentials;
 mod deadline;
 mod definitions;
+mod delivered_again;
 mod doctor;
 mod hand_off;
 mod hand_off_pause;
@@ -15,6 +17,7 @@ mod lapin_oversized_headers;
 mod lapin_traps;
 mod lost_connections;
 mod lost_lane;
+mod memory;
 mod outage;
 mod outcomes;
 mod oversized;
