@@ -212,7 +212,7 @@ impl Config {
                 .map(|span| text[..span.start].bytes().filter(|b| *b == b'\n').count() + 1);
             let line = line.map_or(String::new(), |line| format!(":{line}"));
             // The Display of toml's error would repeat the line, and with it what it holds.
-            Error::configuration(format!("{place}{line}: {}", error.message()))
+            Error::configuration(format!("{place}{line}: {}", without_login(error.message())))
         })?;
         if file.consumers.is_empty() {
             let why = toml::de::Error::custom("no consumers; add a table [consumers.NAME]");
@@ -282,6 +282,18 @@ impl Config {
 fn from_environment(variable: &str, what: &str) -> Result<String, Error> {
     std::env::var(variable)
         .map_err(|_| Error::configuration(format!("{variable}: not set; it holds {what}")))
+}
+
+/// An address that stands where none belongs is repeated in the error without its name and password.
+fn without_login(message: &str) -> String {
+    let mut parts = message.split("://");
+    let mut told = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        told.push_str("://");
+        // A password may have any sign in it that its writer forgot to encode.
+        told.push_str(part.rfind('@').map_or(part, |at| &part[at..]));
+    }
+    told
 }
 
 #[cfg(test)]
@@ -375,6 +387,8 @@ mod tests {
             ("[consumers.a\n", "retry.toml:1"),
             ("[consumers]\n", "no consumers"),
             ("url = \"amqp://me:hunter2@host\"\n[consumers.a]", "unknown field `url`"),
+            ("[consumers.a]\nprefetch = \"amqp://me:hunter2@host\"", "\"amqp://@host\""),
+            ("[consumers.a]\nselect = \"amqp://me:a://hunter2@b@host\"", "`amqp://://@host`"),
         ] {
             let error = parse(text).expect_err(text).to_string();
             assert!(error.starts_with("retry.toml"), "{error}");

@@ -2,21 +2,27 @@
 
 use crate::{
     support::{
-        BURIED, PATIENCE, User, WORK, connect, consume, count, eventually, steps, try_publish,
-        within,
+        BURIED, PATIENCE, User, WORK, connect, consume, count, declare_work_queue, eventually,
+        steps, try_publish, within,
     },
     workshop::{Workshop, ms},
 };
 use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Confirmation};
 use lapin_retry::{
-    Builder, Event, Handle, Job, PauseKind, Resumed, Retry, RetryConsumer, Settled, reject,
+    Builder, Declare, Event, Handle, Job, PauseKind, QueueType, Resumed, Retry, RetryConsumer,
+    Settled, reject,
 };
 use serde_json::json;
-use std::{future::IntoFuture, time::Duration};
+use std::{
+    future::{IntoFuture, ready},
+    time::Duration,
+};
 
 const GRACE: Duration = Duration::from_secs(10);
 const LANE: &str = "work.retry.00001s";
+/// The id of what fills up a queue.
+const FILLING: &str = "filling";
 
 fn worker(shop: &Workshop) -> User {
     shop.vhost.user(".*", ".*", ".*")
@@ -162,6 +168,92 @@ async fn a_buried_queue_that_stays_full_costs_one_run_and_no_step_more_than_one(
     }
 }
 
+/// Twenty jobs, of which five are to be buried and cannot be until it is mended.
+async fn burying_goes_on_by_itself(
+    declare: Declare,
+    spoil: impl AsyncFnOnce(&Workshop, &User),
+    mend: impl AsyncFnOnce(&Workshop, &User),
+) {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let makes = shop.consumer(ms(50), ms(50)).handler(|_: Job| async { Ok(()) });
+    makes.start().await.unwrap().shutdown(GRACE).await;
+    let settings = shop.settings(ms(200), ms(800)).hand_off_bound(ms(500)).declare(declare);
+    let (consumer, journal) = (consumer(&shop, &user, 4).settings(settings), shop.journal.clone());
+    let handle = consumer.prefetch(4).handler(move |job: Job| {
+        journal.begin(&job);
+        let no_use = job.id().parse::<u32>().unwrap() % 4 == 0;
+        if !no_use {
+            journal.succeed(&job);
+        }
+        ready(if no_use { Err(reject(anyhow::anyhow!("no use")).into()) } else { Ok(()) })
+    });
+    let handle = handle.start().await.unwrap();
+    spoil(&shop, &user).await;
+    shop.jobs(20).await;
+
+    until_waits(&shop, 5).await;
+    assert_eq!(waits(&shop)[..5], [200, 400, 800, 800, 800]);
+    let (calls, tries) = (shop.journal.attempted(), shop.journal.refused());
+    let stuck = calls - shop.journal.succeeded();
+    assert!((1..=4).contains(&stuck), "no more than are prefetched: {stuck}");
+    until_waits(&shop, 8).await;
+    assert_eq!(shop.journal.attempted(), calls, "no handler runs");
+    let tries = shop.journal.refused() - tries;
+    assert!(tries <= 4 * stuck, "one try a step of each: {tries} of {stuck}");
+    shop.holds(WORK, 20 - calls).await;
+
+    mend(&shop, &user).await;
+    shop.until_done(15).await;
+    shop.journal.until_buried(5).await;
+    handle.shutdown(GRACE).await;
+    assert_eq!(shop.journal.attempted(), 20, "each was run once");
+    assert_eq!(given_back(&shop), 0);
+    assert_eq!(shop.journal.resumed(), [Resumed::GotThrough]);
+    shop.is_empty().await;
+    let mut buried = shop.look(BURIED).await;
+    buried.retain(|id| id != FILLING);
+    assert_eq!(buried, ["0", "12", "16", "4", "8"]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn burying_goes_on_by_itself_when_the_limit_of_a_full_queue_is_lifted() {
+    let fill = async |shop: &Workshop, _: &User| {
+        let full = json!({ "max-length": 1, "overflow": "reject-publish" });
+        shop.vhost.api().set_policy("full", "^work.buried$", 1, &full);
+        eventually("the buried queue is full", PATIENCE, async || {
+            let filling = BasicProperties::default().with_message_id(FILLING.into());
+            let answer = try_publish(&shop.channel, "", BURIED, filling, b"").await;
+            matches!(answer, Ok(Confirmation::Nack(_)))
+        })
+        .await;
+    };
+    let lift = async |shop: &Workshop, _: &User| shop.vhost.api().delete_policy("full");
+    burying_goes_on_by_itself(Declare::Create, fill, lift).await;
+}
+
+/// What is not the worker's to make is not made.
+#[tokio::test(flavor = "multi_thread")]
+async fn burying_goes_on_by_itself_when_a_queue_that_was_deleted_is_there_again() {
+    for declare in [Declare::Check, Declare::Off] {
+        let delete = async |shop: &Workshop, _: &User| {
+            shop.channel.queue_delete(BURIED.into(), Default::default()).await.unwrap();
+        };
+        let make = async |shop: &Workshop, _: &User| {
+            assert!(shop.vhost.api().queue(BURIED).is_none());
+            declare_work_queue(&shop.channel, BURIED, QueueType::Quorum).await;
+        };
+        burying_goes_on_by_itself(declare, delete, make).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn burying_goes_on_by_itself_when_the_worker_may_write_again() {
+    let forbid = async |_: &Workshop, user: &User| refuse(user);
+    let allow = async |_: &Workshop, user: &User| user.allow(".*", ".*", ".*");
+    burying_goes_on_by_itself(Declare::Create, forbid, allow).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missing() {
     let shop = Workshop::in_an_outage().await;
@@ -170,7 +262,7 @@ async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missi
     makes.start().await.unwrap().shutdown(GRACE).await;
     shop.channel.queue_delete(LANE.into(), Default::default()).await.unwrap();
     let settings = shop.settings(ms(200), ms(400)).hand_off_bound(ms(500));
-    let settings = settings.declare(lapin_retry::Declare::Off);
+    let settings = settings.declare(Declare::Off);
     shop.jobs(1).await;
     let consumer = consumer(&shop, &user, 5).settings(settings);
     let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
