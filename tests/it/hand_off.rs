@@ -202,6 +202,38 @@ async fn many_hand_offs_are_in_flight_at_a_time() {
     within("close", retry.close()).await.unwrap();
 }
 
+/// However many consumers share a broker, and however many hand-offs each may have in flight.
+#[tokio::test(flavor = "multi_thread")]
+async fn all_consumers_of_a_broker_together_publish_on_half_of_its_channels() {
+    let scene = Scene::new().await;
+    let ids = scene.fill(200).await;
+    let (publishing, users) =
+        (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
+    let broker = Broker::from(publishing.url(&scene.url()) + "?channel_max=32");
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
+    let connection = connect(&users.url(&scene.url())).await;
+    let mut consumers = Vec::new();
+    publishing.swallow_confirms(true);
+    for _ in 0..2 {
+        let retry = Retry::attach(&broker, "work", settings.clone()).await.unwrap();
+        let channel = connection.create_channel().await.unwrap();
+        let running = settle_all(&retry, consume(&channel, "work", 100).await, odd_are_rejected);
+        consumers.push((retry, channel, running));
+    }
+    eventually("16 are in flight", PATIENCE, async || publishing.confirms_swallowed() == 16).await;
+    scene.unacked(200).await;
+    assert_eq!(publishing.publishes(), 16);
+    assert_eq!(scene.journal.refused(), 0, "the others wait");
+
+    publishing.swallow_confirms(false);
+    publishing.cut().await;
+    all_are_handed_off_and_acked(&scene, &ids, &users).await;
+    assert_eq!(scene.journal.undecided(), 16);
+    for (retry, ..) in consumers {
+        within("close", retry.close()).await.unwrap();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_hand_off_that_does_not_succeed_delays_no_other() {
     let scene = Scene::new().await;
