@@ -131,7 +131,7 @@ async fn a_broker_that_cannot_be_reached_is_named_and_its_password_is_nowhere() 
         format!("[consumers.a]\nprefetch = {address:?}"),
         format!("[consumers.a]\nselect = {address:?}"),
         format!("[consumers.a]\npolicy = {{ levels = [{address:?}] }}"),
-        format!("{address}"),
+        address.clone(),
         format!("url_env = \"{BAD_URL}\"\n[consumers.a]"),
     ] {
         std::fs::write(&file, &text).unwrap();

@@ -163,8 +163,9 @@ fn wire_headers() -> impl Strategy<Value = FieldTable> {
         let mut wire = written.into_inner().0;
         for (at, byte) in bytes {
             // Another length of the whole is only another frame.
-            let content = wire.get_mut(4..).filter(|content| !content.is_empty());
-            content.map(|content| *at.get_mut(content) = byte);
+            if let Some(content) = wire.get_mut(4..).filter(|content| !content.is_empty()) {
+                *at.get_mut(content) = byte;
+            }
         }
         parse_field_table(&wire[..]).map_or(table, |(_, table)| table)
     })
