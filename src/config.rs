@@ -284,16 +284,14 @@ fn from_environment(variable: &str, what: &str) -> Result<String, Error> {
         .map_err(|_| Error::configuration(format!("{variable}: not set; it holds {what}")))
 }
 
-/// An address that stands where none belongs is repeated in the error without its name and password.
+/// An address that stands where none belongs is repeated in the error without its name and password,
+/// whatever signs its writer forgot to encode.
 fn without_login(message: &str) -> String {
-    let mut parts = message.split("://");
-    let mut told = parts.next().unwrap_or_default().to_owned();
-    for part in parts {
-        told.push_str("://");
-        // A password may have any sign in it that its writer forgot to encode.
-        told.push_str(part.rfind('@').map_or(part, |at| &part[at..]));
+    let login = message.find("://").map(|at| at + 3).zip(message.rfind('@'));
+    match login.filter(|(start, end)| start < end) {
+        Some((start, end)) => format!("{}{}", &message[..start], &message[end..]),
+        None => message.to_owned(),
     }
-    told
 }
 
 #[cfg(test)]
@@ -388,7 +386,7 @@ mod tests {
             ("[consumers]\n", "no consumers"),
             ("url = \"amqp://me:hunter2@host\"\n[consumers.a]", "unknown field `url`"),
             ("[consumers.a]\nprefetch = \"amqp://me:hunter2@host\"", "\"amqp://@host\""),
-            ("[consumers.a]\nselect = \"amqp://me:a://hunter2@b@host\"", "`amqp://://@host`"),
+            ("[consumers.a]\nselect = \"amqp://me:a://hunter2@b@host\"", "`amqp://@host`"),
         ] {
             let error = parse(text).expect_err(text).to_string();
             assert!(error.starts_with("retry.toml"), "{error}");
