@@ -83,8 +83,8 @@ impl Retry {
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
     ///
     /// `None` is a delivery that must not be run: it is stale, so that the broker delivers it
-    /// again, or it is not due, or past its deadline, and is on its way to a
-    /// lane or to the buried queue.
+    /// again; or it is not due, or past its deadline, and is on its way to a lane or to the buried
+    /// queue; or its work is done ([`Settings::remember_done`]), and it is acked.
     ///
     /// While the consumer pauses this waits.
     ///
