@@ -123,6 +123,13 @@ async fn a_broker_that_cannot_be_reached_is_named_and_its_password_is_nowhere() 
             tell_error(name, &error);
         }
     }
+    for address in [format!("ftp://me:{ENCODED}@host"), format!("http://me:{ENCODED}@host:port")] {
+        let settings = Settings::new(quick()).management(address);
+        tell("settings", &settings);
+        if let Err(error) = Retry::attach(&scene.url(), WORK, settings).await {
+            tell_error("management", &error);
+        }
+    }
     let file = std::env::temp_dir().join(format!("{}.toml", scene.vhost.name()));
     let address = of(&here, &vhost);
     for text in [
@@ -152,7 +159,12 @@ async fn in_the_life_of_a_worker_its_password_is_nowhere() {
     }
     let (scene, user) = scene().await;
     let broker = Broker::from(url(&user, &broker_addr(), scene.vhost.name()));
-    let settings = Settings::new(quick()).on_event(|event| tell("event", event));
+    // Its user may not look there.
+    let management = std::env::var("RABBITMQ_MANAGEMENT_URL").unwrap();
+    let (_, host) = management.split_once('@').expect("a login");
+    let settings = Settings::new(quick())
+        .management(format!("http://{}:{ENCODED}@{host}", user.name()))
+        .on_event(|event| tell("event", event));
     let settings = settings.on_event(scene.journal.hook()).on_event(|event: &Event| {
         assert!(!matches!(event, Event::Ready { .. }), "a hook panics");
     });
