@@ -5,19 +5,18 @@ use std::sync::Arc;
 use tokio::time::Instant;
 
 use crate::{
-    Event, Job, UnsettledJob,
-    link::Incoming,
-    message::{Message, Story},
-    settle::{Arrival, Engine},
+    Event, UnsettledJob,
+    policy::Suspicion,
+    settle::{Arrival, Arrived, Engine},
 };
 
 impl Engine {
-    /// The job, if it is to be run. What is left of its wait, less than a second, is for the
-    /// caller to wait out: see [`UnsettledJob::until_due`].
-    pub(crate) fn admit(self: &Arc<Self>, incoming: Incoming) -> Option<UnsettledJob> {
-        let Incoming { message, tag } = incoming;
+    /// The job, if it is to be run; where suspects may be, whoever asks sees that they run alone. What
+    /// is left of its wait, less than a second, is for the caller to wait out: see
+    /// [`UnsettledJob::until_due`].
+    pub(crate) fn admit(self: &Arc<Self>, arrived: Arrived) -> Option<UnsettledJob> {
+        let Arrived { job, tag, suspicion } = arrived;
         let (rules, now) = (self.rules(), self.now());
-        let job = self.read(message);
         // lapin hands out what it had buffered when the channel died. Such a job is delivered
         // again, so running it now would run it twice.
         if !tag.usable() {
@@ -35,6 +34,11 @@ impl Engine {
             self.spawn(async move { engine.hand_off_again(None, &job, &*tag, to, true).await });
             return None;
         }
+        if suspicion == Suspicion::Count {
+            let (engine, to) = (Arc::clone(self), self.count_crash(&job));
+            self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+            return None;
+        }
         let due = match rules.on_arrival(&job, now) {
             Arrival::Run => None,
             Arrival::RunAfter(left) => Some(Instant::now() + left),
@@ -45,11 +49,5 @@ impl Engine {
             }
         };
         Some(UnsettledJob::new(Arc::clone(self), rules, job, tag, due))
-    }
-
-    pub(crate) fn read(&self, message: Message) -> Job {
-        let mut story = Story::read(&message, self.rules().topology.work_queue());
-        story.forgive(self.now());
-        Job::new(message, story)
     }
 }

@@ -37,6 +37,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// confirm_timeout = 10
 /// hand_offs = 64
 /// remember_done = 0
+/// crash_limit = 3
 /// worker = "worker-1"
 /// prefetch = 100
 /// concurrency = 20
@@ -103,6 +104,7 @@ struct Fields {
     hand_offs: Option<usize>,
     #[serde(default)]
     remember_done: usize,
+    crash_limit: Option<u32>,
     worker: Option<String>,
     prefetch: Option<u16>,
     concurrency: Option<usize>,
@@ -146,6 +148,9 @@ impl TryFrom<Fields> for Consumer {
         }
         if let Some(in_flight) = fields.hand_offs {
             settings = settings.hand_offs(in_flight);
+        }
+        if let Some(crashes) = fields.crash_limit {
+            settings = settings.crash_limit(crashes);
         }
         if let Some(worker) = fields.worker {
             settings = settings.worker(worker);

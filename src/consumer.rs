@@ -1,5 +1,6 @@
 //! Way in 2: give us the handler. The builder, and the handle of what it started.
 
+mod one_by_one;
 mod run;
 
 use std::{
@@ -128,6 +129,7 @@ impl RetryConsumer {
             arguments: table(builder.arguments),
             queue,
         };
+        engine.suspects().doubt_at_most(prefetch);
         // The first time, a refusal is the caller's to see.
         let subscription = engine.consume(&how, false).await?;
         engine.consuming();

@@ -88,6 +88,15 @@ pub enum Event {
         /// The error and its sources; empty if it was not run, and has been given back before.
         error: String,
     },
+    /// The job is back at the tail of its work queue, and will be run alone: a process died while it
+    /// had this job, most often among others. Not charged.
+    #[non_exhaustive]
+    Suspected {
+        /// The job, as it was when it arrived.
+        job: Job,
+        /// How often in a row a process died while it ran this job alone: 0 if it never did so far.
+        crashes: u32,
+    },
     /// The job is in the buried queue.
     #[non_exhaustive]
     Buried {
@@ -149,6 +158,13 @@ pub enum Event {
         /// How long, before one job is tried; until it is resumed if there is no end.
         wait: Option<Duration>,
     },
+    /// The consumer has met a suspect, see [`Suspected`](Self::Suspected). What it had not started is
+    /// given back, and once what runs has ended it takes one job at a time.
+    #[non_exhaustive]
+    OneByOne {
+        /// The work queue.
+        queue: String,
+    },
     /// The consumer is at full speed again.
     #[non_exhaustive]
     Resumed {
@@ -195,6 +211,8 @@ pub enum Resumed {
     ByHand,
     /// There is a new configuration.
     Reconfigured,
+    /// The suspects that were at the head of the queue are through, see [`Event::OneByOne`].
+    NoSuspects,
 }
 
 /// Events for whoever cannot handle them at once: a stream with a bound. What does not fit is
@@ -311,6 +329,26 @@ fn log(queue: &str, event: &Event) {
                 error,
                 "returned unharmed"
             );
+        }
+        Event::Suspected { job, crashes: 0 } => {
+            tracing::info!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                "a process died that had it among others; it will be run alone"
+            );
+        }
+        Event::Suspected { job, crashes } => {
+            tracing::warn!(
+                queue,
+                job_id = job.id(),
+                job_type = job.kind(),
+                crashes,
+                "a process died while it ran this job alone; it will be run alone once more"
+            );
+        }
+        Event::OneByOne { .. } => {
+            tracing::info!(queue, "taking one job at a time: one of them may end the process");
         }
         Event::Paused { kind, error, wait, .. } => {
             let wait_ms = wait.map(millis);

@@ -6,11 +6,7 @@ mod lapin;
 
 use std::{fmt::Debug, sync::Arc, time::Duration};
 
-use futures_util::{
-    StreamExt,
-    future::BoxFuture,
-    stream::{self, BoxStream},
-};
+use futures_util::{StreamExt, future::BoxFuture, stream::BoxStream};
 
 pub use self::broker::Broker;
 pub(crate) use self::{
@@ -110,12 +106,6 @@ impl Subscription {
                 _ => return taken,
             }
         }
-    }
-
-    /// The next delivery is this one again.
-    pub(crate) fn put_back(&mut self, first: Incoming) {
-        let rest = std::mem::replace(&mut self.incoming, stream::empty().boxed());
-        self.incoming = stream::iter([Ok(first)]).chain(rest).boxed();
     }
 }
 

@@ -10,13 +10,21 @@ pub(crate) mod tests;
 
 use std::{fmt, sync::Arc};
 
-use lapin::{BasicProperties, types::ShortString};
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, ShortString},
+};
 
 pub(crate) use self::{
     copy::{Copier, TooLarge},
     header::cut,
     story::{Failure, Story},
 };
+use crate::policy::Interrupted;
+
+/// What a quorum queue counts: deliveries that failed and, from RabbitMQ 4.3 on, all that came before.
+const DELIVERY_COUNT: &str = "x-delivery-count";
+const ACQUIRED_COUNT: &str = "x-acquired-count";
 
 /// A message as the broker delivered it.
 #[derive(Debug)]
@@ -31,9 +39,22 @@ pub(crate) struct Message {
 impl Message {
     /// How many steps it has come towards the delivery limit of its quorum queue.
     pub(crate) fn delivery_count(&self) -> u32 {
-        let headers = self.properties.headers().as_ref();
-        let count = headers.and_then(|headers| headers.inner().get("x-delivery-count"));
-        count.and_then(header::number).unwrap_or(0)
+        self.header(DELIVERY_COUNT).and_then(header::number).unwrap_or(0)
+    }
+
+    /// How often it was delivered without an answer. A count is the broker's only if it was
+    /// delivered before: else somebody may have copied it.
+    pub(crate) fn interrupted(&self) -> Interrupted {
+        let counts = || [DELIVERY_COUNT, ACQUIRED_COUNT].iter().any(|n| self.header(n).is_some());
+        match self.redelivered {
+            false => Interrupted::Never,
+            true if counts() => Interrupted::Times(self.delivery_count()),
+            true => Interrupted::Before,
+        }
+    }
+
+    fn header(&self, name: &str) -> Option<&AMQPValue> {
+        self.properties.headers().as_ref()?.inner().get(name)
     }
 }
 

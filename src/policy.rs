@@ -1,6 +1,7 @@
 //! How often a job is tried again, and after how long. Pure: no channel, no clock.
 
 mod busy;
+mod crash;
 mod jitter;
 mod level;
 mod outcome;
@@ -13,6 +14,7 @@ use serde::Deserialize;
 
 pub(crate) use self::{
     busy::{busy_delays, busy_window_ms},
+    crash::{Interrupted, Suspects, Suspicion},
     jitter::{Window, lane_delays},
     level::{MAX_DELAY_MS, duration, label},
     outcome::{Classifier, Verdict},
@@ -107,6 +109,8 @@ pub enum BuriedReason {
     Undecodable,
     /// Its next delay would have ended after its deadline, or it arrived past it.
     Expired,
+    /// Its worker's process died again and again while this job ran, and nothing else did.
+    CrashLoop,
     /// One of our headers on it makes no sense. The odd value is kept.
     InvalidHeaders,
     /// Its headers leave no room for ours in one AMQP frame.
@@ -121,6 +125,7 @@ impl BuriedReason {
             Self::Rejected => "rejected",
             Self::Undecodable => "undecodable",
             Self::Expired => "expired",
+            Self::CrashLoop => "crash-loop",
             Self::InvalidHeaders => "invalid-headers",
             Self::TooLarge => "too-large",
         }

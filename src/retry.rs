@@ -46,6 +46,10 @@ const CLOSE_GRACE: Duration = Duration::from_secs(25);
 /// # }
 /// ```
 ///
+/// A job that ends the process is not found out here, as a [`RetryConsumer`](crate::RetryConsumer)
+/// does: what your consumer has prefetched cannot be given back, so a crash says nothing of any
+/// single job.
+///
 /// The deliveries must not be acked by anybody else, and the consumer must not be started with
 /// `no_ack`. The copies travel on a connection of the [`Broker`]'s own, which is opened again when
 /// it dies; the consumer's connection is yours.
@@ -95,7 +99,9 @@ impl Retry {
             return Err(after_close(&self.engine));
         }
         let mut turn = self.engine.turn().await;
-        let Some(mut job) = self.engine.admit(incoming(delivery)) else { return Ok(None) };
+        let Some(mut job) = self.engine.admit(self.engine.take(incoming(delivery))) else {
+            return Ok(None);
+        };
         job.until_due().await;
         while !job.start(turn) {
             turn = self.engine.turn().await;
@@ -211,7 +217,8 @@ impl Stream for Jobs {
                     return Poll::Ready(Some(Err(after_close(&self.engine))));
                 }
                 Some(Ok(delivery)) => {
-                    if let Some(job) = self.engine.admit(incoming(delivery)) {
+                    let taken = self.engine.take(incoming(delivery));
+                    if let Some(job) = self.engine.admit(taken) {
                         let wait = async move {
                             job.until_due().await;
                             job

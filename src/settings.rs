@@ -19,6 +19,7 @@ use crate::{
 /// | [`hand_offs`](Self::hand_offs) | 64 in flight |
 /// | [`doctor`](Self::doctor), [`management`](Self::management) | [`Doctor::Warn`], no address |
 /// | [`remember_done`](Self::remember_done) | 0: no job |
+/// | [`crash_limit`](Self::crash_limit) | 3 |
 /// | [`worker`](Self::worker) | `<host name>:<process id>` |
 ///
 /// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
@@ -43,6 +44,7 @@ pub struct Settings {
     pub(crate) doctor: Doctor,
     /// May hold a password.
     pub(crate) management: Option<String>,
+    pub(crate) crash_limit: u32,
     pub(crate) worker: String,
     pub(crate) observers: Vec<Observer>,
 }
@@ -64,6 +66,7 @@ impl Settings {
             held: Duration::ZERO,
             doctor: Doctor::default(),
             management: None,
+            crash_limit: 3,
             worker: format!(
                 "{}:{}",
                 gethostname::gethostname().to_string_lossy(),
@@ -184,6 +187,18 @@ impl Settings {
         self
     }
 
+    /// After how many crashes of its process in a row a job is buried as `crash-loop`. Default: 3.
+    ///
+    /// Only those count that happened while the job ran alone, with nothing else in hand; before,
+    /// the process may have died one to three times of that job among others. Whatever outcome a
+    /// handler reports ends the series. A [`RetryConsumer`](crate::RetryConsumer) counts; a loop of
+    /// your own cannot, see [`Retry`](crate::Retry).
+    #[must_use]
+    pub fn crash_limit(mut self, crashes: u32) -> Self {
+        self.crash_limit = crashes;
+        self
+    }
+
     /// The name of this worker in the history and in `buried-by`. Default: host name and process id.
     #[must_use]
     pub fn worker(mut self, name: impl Into<String>) -> Self {
@@ -243,6 +258,12 @@ impl Settings {
                 self.remember_done
             )));
         }
+        if self.crash_limit == 0 {
+            return Err(Error::configuration(
+                "crash_limit: 0; what was merely in hand when a process died would be buried; use \
+                 1 or more (the default is 3)",
+            ));
+        }
         if self.confirm_timeout.is_zero() {
             return Err(Error::configuration("confirm_timeout: zero; no confirm is that fast"));
         }
@@ -279,6 +300,7 @@ impl fmt::Debug for Settings {
             .field("hand_offs", &self.hand_offs)
             .field("doctor", &self.doctor)
             .field("remember_done", &self.remember_done)
+            .field("crash_limit", &self.crash_limit)
             .field("worker", &self.worker)
             .finish_non_exhaustive()
     }

@@ -4,6 +4,7 @@ mod finished;
 mod pacing;
 mod plan;
 mod stuck;
+mod suspects;
 mod unsettled;
 
 use std::{
@@ -26,10 +27,12 @@ use self::{
     finished::Finished,
     plan::To,
     stuck::{Next, Owed, Trouble},
+    suspects::Custody,
 };
 pub(crate) use self::{
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
+    suspects::Arrived,
 };
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
@@ -57,6 +60,7 @@ pub(crate) struct Engine {
     pace: watch::Sender<Pace>,
     owed: Mutex<Owed>,
     finished: Mutex<Finished>,
+    custody: Custody,
     /// When the broker was last told of a delivery.
     answered: Mutex<Option<Instant>>,
     /// False while a consumer of ours takes jobs from the queue at full speed.
@@ -93,6 +97,7 @@ impl Engine {
             pacing: Mutex::new(pacing),
             owed: Mutex::default(),
             finished: Mutex::new(Finished::new(settings.remember_done)),
+            custody: Custody::default(),
             answered: Mutex::default(),
             quiet: watch::Sender::new(true),
             made: tokio::sync::Mutex::default(),
@@ -181,10 +186,7 @@ impl Engine {
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
         if tokio::time::timeout(grace, self.tasks.wait()).await.is_ok() {
-            let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(answered) = answered {
-                tokio::time::sleep_until(answered + LINGER).await;
-            }
+            self.until_answers_are_read().await;
             return Ok(());
         }
         self.giving_up.cancel();
@@ -245,33 +247,18 @@ impl Engine {
         }
     }
 
-    /// Gives back a job whose handler was not called, for the consumer pauses. One that has come
-    /// nearer to the delivery limit of its queue before goes to the tail as a copy, whose count
-    /// starts afresh: else many pauses in a row would use the limit up, and 4.0 drops what is over.
-    pub(crate) async fn set_aside(self: &Arc<Self>, job: Job, tag: Box<dyn Tag>) {
-        let may_copy = !matches!(self.pace(), Pace::Stuck { .. });
-        if may_copy && job.message().delivery_count() > 0 {
-            let to = Move::return_unrun(&job, self.now());
-            // Not if it would not fit, for it has done nothing to be buried.
-            if self.copy(&job, &to).2 == Settled::Returned {
-                let engine = Arc::clone(self);
-                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
-                return;
-            }
-        }
-        self.give_back(&*tag).await;
-    }
-
-    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
-        let told = tag.give_back().await;
-        self.note_answer();
-        told
-    }
-
     async fn ack_by(&self, tag: &dyn Tag) -> bool {
         let told = tag.ack().await;
         self.note_answer();
         told
+    }
+
+    /// A channel that dies before takes with it what its broker has not worked off.
+    async fn until_answers_are_read(&self) {
+        let answered = *self.answered.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(answered) = answered {
+            tokio::time::sleep_until(answered + LINGER).await;
+        }
     }
 
     fn note_answer(&self) {
@@ -316,7 +303,7 @@ impl Engine {
         to: Move,
         owed: bool,
     ) -> Settled {
-        if let To::WorkQueue = to.to {
+        if let To::WorkQueue | To::Alone = to.to {
             drop(slot.take());
             self.until_quiet().await;
         }

@@ -25,6 +25,7 @@ fn a_file_sets_all_that_the_builder_has() {
         doctor = "refuse"
         confirm_timeout = 3
         hand_offs = 8
+        crash_limit = 5
         remember_done = 9
         worker = "w1"
         prefetch = 10
@@ -49,6 +50,7 @@ fn a_file_sets_all_that_the_builder_has() {
         "Refuse",
         "confirm_timeout: 3s",
         "hand_offs: 8",
+        "crash_limit: 5",
         "remember_done: 9",
         "\"w1\"",
         "prefetch: 10",
@@ -75,6 +77,7 @@ fn what_is_wrong_is_told_with_file_line_and_field() {
         ("[consumers.a]\nprefech = 1", "retry.toml:2: unknown field `prefech`"),
         ("[consumers.a]\nprefetch = \"many\"", "retry.toml:2:"),
         ("[consumers.a]\nprefetch = 0", "prefetch"),
+        ("[consumers.a]\ncrash_limit = 0", "crash_limit: 0"),
         ("[consumers.a]\nremember_done = 1000001", "remember_done"),
         ("[consumers.a]\nhandler_timeout = 1.5", "retry.toml:2:"),
         ("[consumers.a]\nhandler_timeout = \"5 parsecs\"", "retry.toml:2:"),

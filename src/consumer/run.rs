@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{FutureExt, StreamExt, stream};
+use futures_util::{FutureExt, StreamExt};
 use rand::Rng;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
@@ -18,12 +18,13 @@ use tokio::{
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::BoxHandler;
+use super::{BoxHandler, one_by_one::Intake};
 use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
     clock::Backoff,
-    link::{Incoming, Subscribe, Subscription},
+    link::{Subscribe, Subscription},
     pause::Pace,
+    policy::Suspicion,
     settle::{Engine, Probe, Turn},
 };
 
@@ -33,7 +34,7 @@ const STEADY: Duration = Duration::from_secs(30);
 /// and a quorum queue of RabbitMQ 4 drops a message after 21 of them.
 const UNREADABLE: Duration = Duration::from_secs(5 * 60);
 /// How long the broker may take to answer a cancel or a close before it is left alone.
-const FAREWELL: Duration = Duration::from_secs(5);
+pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 
 /// The order to stop.
 #[derive(Clone, Copy, Debug)]
@@ -69,11 +70,13 @@ impl Run {
     pub(super) async fn until_stopped(self, first: Subscription) -> Result<(), Error> {
         let mut tries = Tries::default();
         let mut next = Some(first);
+        let mut one_by_one = false;
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
                 Some(subscription) => self.serve(subscription, tries.alone).await,
                 None if !self.engine.is_open() => self.sit_out(tries.alone).await,
+                None if one_by_one => self.one_by_one(tries.alone).await,
                 None => match self.subscribe(self.how.prefetch, tries.alone).await {
                     Ok(subscription) => {
                         self.engine.consuming();
@@ -84,8 +87,16 @@ impl Run {
                 },
             };
             let error = match ended {
-                Ended::Stopped(subscription) => break subscription,
+                Ended::Stopped(intake) => break intake,
                 Ended::Paused => continue,
+                Ended::Suspect => {
+                    one_by_one = true;
+                    continue;
+                }
+                Ended::NoSuspects => {
+                    one_by_one = false;
+                    continue;
+                }
                 Ended::Readable => {
                     tries = Tries::default();
                     continue;
@@ -93,6 +104,7 @@ impl Run {
                 Ended::Lost(error) => error,
             };
             self.engine.quiet();
+            self.engine.suspects().expect_back(self.how.prefetch);
             self.lost.store(true, Ordering::Relaxed);
             // Stopped while it connected: that is no news.
             if self.stopping.borrow().is_some() {
@@ -111,7 +123,11 @@ impl Run {
 
     /// Consumes; after a loss it first declares or verifies, for the broker may have come back
     /// without our queues.
-    async fn subscribe(&self, prefetch: u16, alone: bool) -> Result<Subscription, Error> {
+    pub(super) async fn subscribe(
+        &self,
+        prefetch: u16,
+        alone: bool,
+    ) -> Result<Subscription, Error> {
         let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
             if self.lost.load(Ordering::Relaxed) {
@@ -129,7 +145,9 @@ impl Run {
     }
 
     /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
-    async fn serve(&self, mut subscription: Subscription, alone: bool) -> Ended {
+    async fn serve(&self, subscription: Subscription, alone: bool) -> Ended {
+        let mut intake = Intake::new(subscription);
+        let mut end = None;
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
         let mut steady = pin!(tokio::time::sleep(STEADY));
@@ -137,30 +155,43 @@ impl Run {
         // them must be read, or none come any more, before they are known to be readable.
         let (mut judging, mut unread, mut idle) = (alone, self.how.prefetch, false);
         loop {
+            if intake.arrived.is_empty()
+                && let Some(end) = end.take()
+            {
+                return end;
+            }
             let incoming = tokio::select! {
                 biased;
-                () = &mut stop => return Ended::Stopped(Some(subscription)),
+                () = &mut stop => return Ended::Stopped(Some(intake)),
                 () = &mut pause => {
-                    self.give_up(subscription).await;
+                    self.give_up(intake).await;
                     return Ended::Paused;
                 }
                 () = &mut steady, if judging => {
                     // A job at work keeps the next one from coming, and nothing is known of that;
                     // and one that has just ended may be followed by it.
-                    if self.handlers.is_empty() && idle {
+                    let nothing = self.handlers.is_empty() && intake.arrived.is_empty();
+                    if nothing && idle {
                         unread = 0;
                     }
-                    idle = self.handlers.is_empty();
+                    idle = nothing;
                     steady.as_mut().reset(Instant::now() + STEADY);
                     continue;
                 }
                 () = std::future::ready(()), if judging && unread == 0 => {
                     // What has been delivered still comes out, and is answered on this channel.
-                    let _ = tokio::time::timeout(FAREWELL, subscription.control.cancel()).await;
+                    let cancelling = intake.subscription.control.cancel();
+                    let _ = tokio::time::timeout(FAREWELL, cancelling).await;
                     judging = false;
                     continue;
                 }
-                incoming = subscription.incoming.next() => incoming,
+                incoming = intake.subscription.incoming.next(), if end.is_none() => incoming,
+                permit = self.permit(), if !intake.arrived.is_empty() => {
+                    if let Some(job) = intake.arrived.pop_front().and_then(|a| self.engine.admit(a)) {
+                        self.handlers.spawn(self.attempt(job, Turn::Open, permit));
+                    }
+                    continue;
+                }
             };
             let incoming = match incoming {
                 Some(Ok(incoming)) => {
@@ -171,26 +202,26 @@ impl Run {
                     }
                     incoming
                 }
-                Some(Err(error)) => return Ended::Lost(error),
-                None if alone && !judging => return Ended::Readable,
-                None => return Ended::Lost(self.cancelled_by_the_broker()),
-            };
-            let permit = tokio::select! {
-                biased;
-                // Given back only once the consumer is cancelled: it would come here again.
-                () = &mut stop => {
-                    subscription.put_back(incoming);
-                    return Ended::Stopped(Some(subscription));
+                Some(Err(error)) => {
+                    // All of them are stale, and tell of it.
+                    intake.arrived.drain(..).for_each(|arrived| drop(self.engine.admit(arrived)));
+                    return Ended::Lost(error);
                 }
-                () = &mut pause => {
-                    subscription.put_back(incoming);
-                    self.give_up(subscription).await;
-                    return Ended::Paused;
+                // What came before is still to be run.
+                None => {
+                    end = Some(if alone && !judging {
+                        Ended::Readable
+                    } else {
+                        Ended::Lost(self.cancelled_by_the_broker())
+                    });
+                    continue;
                 }
-                permit = self.permit() => permit,
             };
-            if let Some(job) = self.engine.admit(incoming) {
-                self.handlers.spawn(self.attempt(job, Turn::Open, permit));
+            let arrived = self.engine.arrive(incoming);
+            let suspicion = arrived.suspicion;
+            intake.arrived.push_back(arrived);
+            if suspicion != Suspicion::Clear {
+                return self.meet_suspect(intake).await;
             }
         }
     }
@@ -238,54 +269,46 @@ impl Run {
             () = &mut over => return Ok(()),
             permit = self.permit() => permit,
         };
-        let mut subscription = self.subscribe(1, alone).await?;
+        let mut intake = Intake::new(self.subscribe(1, alone).await?);
         let job = loop {
             let incoming = tokio::select! {
                 biased;
                 () = &mut over => break None,
-                incoming = subscription.incoming.next() => incoming,
+                incoming = intake.subscription.incoming.next() => incoming,
             };
-            match incoming {
-                Some(Ok(incoming)) => match self.engine.admit(incoming) {
-                    Some(job) => break Some(job),
-                    None => continue,
-                },
+            let arrived = match incoming {
+                Some(Ok(incoming)) => self.engine.arrive(incoming),
                 Some(Err(error)) => return Err(error),
                 None => return Err(self.cancelled_by_the_broker()),
+            };
+            if arrived.suspicion == Suspicion::Alone {
+                tokio::select! {
+                    biased;
+                    () = &mut over => {
+                        intake.arrived.push_back(arrived);
+                        break None;
+                    }
+                    () = self.engine.until_in_hand(1) => {}
+                }
+            }
+            if let Some(job) = self.engine.admit(arrived) {
+                break Some(job);
             }
         };
-        self.give_up(subscription).await;
+        self.give_up(intake).await;
         if let Some(job) = job {
             self.handlers.spawn(self.attempt(job, Turn::Probe(probe), permit));
         }
         Ok(())
     }
 
-    /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
-    /// healthy workers.
-    async fn give_up(&self, mut subscription: Subscription) {
-        let engine = Arc::clone(&self.engine);
-        let cancelling = self.engine.spawn(async move {
-            let taken = stream::iter(subscription.take_in().await.into_iter().map(Ok));
-            subscription.control.cancel().await;
-            let mut unstarted = taken.chain(subscription.incoming);
-            while let Some(Ok(Incoming { message, tag })) = unstarted.next().await {
-                engine.set_aside(engine.read(message), tag).await;
-            }
-        });
-        // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
-        // unacked for as long as a handler keeps the channel open.
-        let _ = tokio::time::timeout(FAREWELL, cancelling).await;
-        self.engine.quiet();
-    }
-
-    async fn permit(&self) -> OwnedSemaphorePermit {
+    pub(super) async fn permit(&self) -> OwnedSemaphorePermit {
         // The semaphore is never closed.
         Arc::clone(&self.permits).acquire_owned().await.expect("an open semaphore")
     }
 
     /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it.
-    fn attempt(
+    pub(super) fn attempt(
         &self,
         mut job: UnsettledJob,
         turn: Turn,
@@ -321,16 +344,10 @@ impl Run {
         }
     }
 
-    async fn wind_down(&self, mut subscription: Option<Subscription>) -> Result<(), Error> {
+    async fn wind_down(&self, mut intake: Option<Intake>) -> Result<(), Error> {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
-        if let Some(subscription) = &mut subscription {
-            let _ = tokio::time::timeout(FAREWELL, async {
-                subscription.control.cancel().await;
-                while let Some(Ok(incoming)) = subscription.incoming.next().await {
-                    self.engine.give_back(&*incoming.tag).await;
-                }
-            })
-            .await;
+        if let Some(intake) = &mut intake {
+            let _ = tokio::time::timeout(FAREWELL, intake.give_back(&self.engine)).await;
         }
         self.engine.quiet();
         self.handlers.close();
@@ -345,20 +362,20 @@ impl Run {
         if let Err(error) = &closed {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }
-        if let Some(subscription) = subscription {
+        if let Some(Intake { subscription, .. }) = intake {
             let _ = tokio::time::timeout(FAREWELL, subscription.control.close()).await;
         }
         closed
     }
 
-    async fn stop(&self) {
+    pub(super) async fn stop(&self) {
         // The sender lives as long as a handle does; without one nobody can give the order.
         if self.stopping.clone().wait_for(Option::is_some).await.is_err() {
             std::future::pending().await
         }
     }
 
-    fn cancelled_by_the_broker(&self) -> Error {
+    pub(super) fn cancelled_by_the_broker(&self) -> Error {
         Error::new(
             ErrorKind::Connection,
             format!(
@@ -402,11 +419,15 @@ impl Tries {
     }
 }
 
-enum Ended {
-    /// Told to stop; the subscription still has what is unanswered.
-    Stopped(Option<Subscription>),
+pub(super) enum Ended {
+    /// Told to stop; the intake still has what is unanswered.
+    Stopped(Option<Intake>),
     /// The consumer is to pause, or a pause is over: look again.
     Paused,
+    /// It has met a job that may have ended another process.
+    Suspect,
+    /// It took jobs one by one, and the suspects among them are through.
+    NoSuspects,
     /// It consumed alone, and all that it met could be read.
     Readable,
     Lost(Error),

@@ -67,8 +67,8 @@ pub(super) fn is_the_brokers(name: &str) -> bool {
         "x-last-death-exchange",
         "x-last-death-queue",
         "x-last-death-reason",
-        "x-delivery-count",
-        "x-acquired-count",
+        super::DELIVERY_COUNT,
+        super::ACQUIRED_COUNT,
         "CC",
         "BCC",
     ];

@@ -180,6 +180,18 @@ impl Story {
         in_a_row
     }
 
+    /// It is to be run alone, one more time.
+    pub(crate) fn count_lone_run(&mut self) {
+        self.crash_count = self.crash_count.saturating_add(1);
+        // An odd one counts from here on; it would be kept as it came, and count nothing for ever.
+        self.odd.retain(|(name, _)| *name != RETRY_CRASH_COUNT);
+    }
+
+    /// Its handler reported an outcome: no process died of it.
+    pub(crate) fn survived(&mut self) {
+        self.crash_count = 0;
+    }
+
     /// Notes a failure that is charged to nobody.
     pub(crate) fn note(&mut self, failure: &Failure<'_>) {
         self.first_failed_at.get_or_insert(failure.at);

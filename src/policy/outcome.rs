@@ -261,6 +261,8 @@ pub enum FailureKind {
     Busy,
     /// The failure had nothing to do with the job. Not charged.
     Outage,
+    /// The process died while it ran the job alone. Not charged.
+    Crash,
 }
 
 impl FailureKind {
@@ -273,6 +275,7 @@ impl FailureKind {
             Self::Undecodable => "undecodable",
             Self::Busy => "busy",
             Self::Outage => "outage",
+            Self::Crash => "crash",
         }
     }
 }

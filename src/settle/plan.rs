@@ -31,6 +31,7 @@ pub(crate) struct Rules {
     pub(crate) policies: Policies,
     pub(crate) topology: Topology,
     pub(crate) classifiers: Vec<Classifier>,
+    crash_limit: u32,
     chance: Mutex<Chance>,
 }
 
@@ -68,6 +69,8 @@ pub(super) enum To {
     },
     /// Not charged: back to the tail of its queue.
     WorkQueue,
+    /// The same, to be run with nothing else in hand.
+    Alone,
     Buried(BuriedReason),
 }
 
@@ -105,7 +108,7 @@ impl Move {
     pub(super) fn lane(&self) -> Option<&Lane> {
         match &self.to {
             To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
-            To::WorkQueue | To::Buried(_) => None,
+            To::WorkQueue | To::Alone | To::Buried(_) => None,
         }
     }
 
@@ -125,12 +128,17 @@ impl Move {
         let mut story = self.story.clone();
         let lane = match &self.to {
             To::Buried(reason) => return Err(*reason),
-            To::WorkQueue => {
+            To::WorkQueue | To::Alone => {
+                let crashes = job.story().crash_count;
+                let event = match &self.to {
+                    To::Alone => Event::Suspected { job, crashes },
+                    _ => Event::Returned { job, error },
+                };
                 return Ok(Onward {
                     queue: work_queue.to_owned(),
                     delay_ms: None,
                     story,
-                    event: Event::Returned { job, error },
+                    event,
                     settled: Settled::Returned,
                 });
             }
@@ -179,6 +187,7 @@ impl Rules {
             topology: Topology::new(queue, policies.clone(), queue_type)?,
             policies,
             classifiers: settings.classifiers.clone(),
+            crash_limit: settings.crash_limit,
             chance: Mutex::new(Chance { rng: rand::make_rng(), decks: Decks::default() }),
         })
     }
@@ -209,6 +218,28 @@ impl Rules {
         }
     }
 
+    /// A suspect is not run: it goes to the tail of its queue, to be run alone; or, if its process
+    /// died each time that it ran alone, it is buried.
+    pub(crate) fn count_crash(&self, job: &Job, now: SystemTime, worker: &str) -> Move {
+        let mut to = Move { kind: FailureKind::Crash, ..Move::unrun(job, now, To::Alone) };
+        let lone_crashes = job.story().crash_count;
+        if lone_crashes > 0 {
+            to.error = format!(
+                "a worker's process died while it ran this job alone, {lone_crashes} in a row"
+            );
+            let policy = self.policies.at(self.policies.of(job));
+            let level = policy.level_label(job.story().retry_count);
+            let (kind, error) = (to.kind, to.error.as_str());
+            to.story.note(&Failure { kind, error, at: now, level, worker });
+        }
+        if lone_crashes >= self.crash_limit {
+            to.to = To::Buried(BuriedReason::CrashLoop);
+        } else {
+            to.story.count_lone_run();
+        }
+        to
+    }
+
     /// After an attempt. Nowhere if the job is done.
     pub(crate) fn after_attempt(
         &self,
@@ -222,6 +253,7 @@ impl Rules {
         let mut story = job.story().clone();
         // Reached, for the job was run.
         story.not_before = None;
+        story.survived();
         let decision = policy.decide(story.retry_count, story.busy_count, &verdict);
         let Verdict::Failed { kind, error, .. } = verdict else { return None };
         let error = chain(&error);

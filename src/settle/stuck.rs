@@ -154,13 +154,17 @@ impl Owed {
     }
 
     fn take(&mut self, job: &Job) -> Option<Move> {
+        let found = self.position(job)?;
+        self.0.remove(found).map(|debt| debt.to)
+    }
+
+    fn position(&self, job: &Job) -> Option<usize> {
         if self.0.is_empty() {
             return None;
         }
         let key = Key::as_delivered(job);
         let is_it = |debt: &Debt| debt.message == key && (job.redelivered() || debt.copied);
-        let found = self.0.iter().position(is_it)?;
-        self.0.remove(found).map(|debt| debt.to)
+        self.0.iter().position(is_it)
     }
 
     fn confirmed(&mut self, queue: &str) {
@@ -181,6 +185,10 @@ impl Engine {
     /// The hand-off that was decided when the job was here before.
     pub(crate) fn owed(&self, job: &Job) -> Option<Move> {
         self.debts().take(job)
+    }
+
+    pub(super) fn is_owed(&self, job: &Job) -> bool {
+        self.debts().position(job).is_some()
     }
 
     /// A copy reached this queue: it takes them again.

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::{task::JoinHandle, time::Instant};
 
-use super::{Engine, Probe, Rules, Turn};
+use super::{Arrived, Engine, Probe, Rules, Turn};
 use crate::{Error, Event, Job, link::Tag, pause::Epoch};
 
 /// A job whose outcome is still open. It derefs to its [`Job`].
@@ -100,7 +100,7 @@ impl UnsettledJob {
         if let Some(tag) = self.tag.take() {
             // Before, it would come to this very worker again.
             self.engine.until_quiet().await;
-            self.engine.set_aside(self.job.clone(), tag).await;
+            self.engine.set_aside(Arrived::again(self.job.clone(), tag)).await;
         }
     }
 
@@ -131,8 +131,12 @@ impl Drop for UnsettledJob {
     }
 }
 
-async fn give_back(engine: &Engine, job: Job, tag: Box<dyn Tag>, why: &'static str) {
-    if engine.give_back(&*tag).await {
+async fn give_back(engine: &Arc<Engine>, job: Job, tag: Box<dyn Tag>, why: &'static str) {
+    if job.story().crash_count > 0 {
+        // Given back, it would look to others as if this process had died of it.
+        engine.emit(&Event::GivenBack { job: job.clone(), why });
+        engine.set_aside(Arrived::again(job, tag)).await;
+    } else if engine.give_back(&*tag).await {
         engine.emit(&Event::GivenBack { job, why });
     } else {
         engine.emit(&Event::Stale { job });

@@ -2,6 +2,7 @@
 
 mod busy;
 mod configuration;
+mod crash_loops;
 mod credentials;
 mod deadline;
 mod definitions;

@@ -4,7 +4,10 @@ use amq_protocol::{
     frame::WriteContext,
     types::{generation::gen_field_table, parsing::parse_field_table},
 };
-use lapin::{BasicProperties, types::FieldTable};
+use lapin::{
+    BasicProperties,
+    types::{AMQPValue, FieldTable},
+};
 use proptest::prelude::*;
 
 use super::*;
@@ -258,4 +261,61 @@ fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
         }
         Ok(())
     });
+}
+
+/// The copy of it that comes back.
+fn copied(job: &Job, to: &Move) -> Job {
+    let onward = to.onward(job, "orders", at(Duration::ZERO)).expect("back to its queue");
+    assert_eq!((onward.queue.as_str(), onward.delay_ms), ("orders", None));
+    let copy = COPIER.onward(job.message(), job.id(), onward.story, &onward.queue, None);
+    self::job(copy.unwrap().properties)
+}
+
+fn crash_count(job: &Job) -> Option<AMQPValue> {
+    headers(job).inner().get("retry-crash-count").cloned()
+}
+
+#[test]
+fn a_suspect_is_run_alone_as_often_as_the_limit_says_and_then_buried_with_its_story() {
+    let settings = Settings::new(RetryPolicy::new([1])).crash_limit(2);
+    let rules = Rules::new("orders", &settings, QueueType::Quorum).unwrap();
+    let count = |job: &Job| rules.count_crash(job, at(Duration::ZERO), "host:1");
+    let once = copied(&job(BasicProperties::default()), &count(&job(BasicProperties::default())));
+    assert_eq!(crash_count(&once), Some(AMQPValue::LongLongInt(1)));
+    assert!(!headers(&once).contains_key("retry-history"), "it was merely in hand");
+    let twice = copied(&once, &count(&once));
+    assert_eq!(crash_count(&twice), Some(AMQPValue::LongLongInt(2)));
+    assert_eq!(twice.retry_count(), 0, "nothing is charged");
+    let last = count(&twice);
+    assert!(matches!(last.to, To::Buried(BuriedReason::CrashLoop)), "{last:?}");
+    assert_eq!((last.kind, last.story.crash_count), (FailureKind::Crash, 2));
+    let AMQPValue::FieldArray(history) = headers(&twice).inner()["retry-history"].clone() else {
+        panic!("{twice:?}")
+    };
+    assert_eq!(history.as_slice().len(), 1, "the first lone crash; the last is on the burial");
+}
+
+#[test]
+fn any_outcome_of_its_handler_ends_a_series_of_crashes() {
+    let rules = rules(RetryPolicy::new([1, 1]));
+    let fresh = job(BasicProperties::default());
+    let marked = copied(&fresh, &rules.count_crash(&fresh, at(Duration::ZERO), "host:1"));
+    for error in [anyhow::anyhow!("no"), crate::outage(anyhow::anyhow!("down")).into()] {
+        let verdict = Verdict::from_result(Err(error), &[]);
+        let to = rules.after_attempt(&marked, verdict, at(Duration::ZERO), "host:1").unwrap();
+        assert_eq!(to.story.crash_count, 0);
+    }
+    let back = copied(&marked, &Move::return_unrun(&marked, at(Duration::ZERO)));
+    assert_eq!(crash_count(&back), Some(AMQPValue::LongLongInt(1)), "it has not run");
+}
+
+#[test]
+fn a_crash_count_that_makes_no_sense_counts_from_here() {
+    let mut table = FieldTable::default();
+    table.insert("retry-queue".into(), AMQPValue::LongString("orders".into()));
+    table.insert("retry-crash-count".into(), AMQPValue::LongLongInt(-1));
+    let odd = job(BasicProperties::default().with_headers(table));
+    let rules = rules(RetryPolicy::new([1]));
+    let copy = copied(&odd, &rules.count_crash(&odd, at(Duration::ZERO), "host:1"));
+    assert_eq!(crash_count(&copy), Some(AMQPValue::LongLongInt(1)));
 }

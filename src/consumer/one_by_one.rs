@@ -1,0 +1,114 @@
+//! Jobs that may end the process are run alone: what else was in hand when it dies would look as if
+//! it had done it.
+
+use std::{collections::VecDeque, pin::pin, sync::Arc, time::Duration};
+
+use futures_util::{StreamExt, stream};
+use tokio::time::Instant;
+
+use super::run::{Ended, FAREWELL, Run};
+use crate::{
+    Event, Resumed,
+    link::Subscription,
+    policy::Suspicion,
+    settle::{Arrived, Engine, Turn},
+};
+
+/// Suspects come in a bunch, with others between. To go on at full speed and meet the next one costs
+/// about as much.
+const NO_MORE: Duration = Duration::from_secs(1);
+
+/// What a subscription delivers, and what of it waits to be started. It is looked at as it comes,
+/// however few handlers may run: a suspect does not wait beside jobs at work.
+pub(super) struct Intake {
+    pub(super) subscription: Subscription,
+    pub(super) arrived: VecDeque<Arrived>,
+}
+
+impl Intake {
+    pub(super) fn new(subscription: Subscription) -> Self {
+        Self { subscription, arrived: VecDeque::new() }
+    }
+
+    /// Cancels the consumer, and gives back what has not been started.
+    pub(super) async fn give_back(&mut self, engine: &Arc<Engine>) {
+        let taken = stream::iter(self.subscription.take_in().await.into_iter().map(Ok));
+        self.subscription.control.cancel().await;
+        for arrived in self.arrived.drain(..) {
+            engine.set_aside(arrived).await;
+        }
+        let mut unstarted = taken.chain(&mut self.subscription.incoming);
+        while let Some(Ok(incoming)) = unstarted.next().await {
+            engine.set_aside(engine.arrive(incoming)).await;
+        }
+    }
+}
+
+impl Run {
+    /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
+    /// healthy workers.
+    pub(super) async fn give_up(&self, mut intake: Intake) {
+        let engine = Arc::clone(&self.engine);
+        let cancelling = self.engine.spawn(async move { intake.give_back(&engine).await });
+        // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
+        // unacked for as long as a handler keeps the channel open.
+        let _ = tokio::time::timeout(FAREWELL, cancelling).await;
+        self.engine.quiet();
+    }
+
+    /// A suspect was met. From here on a crash tells which job it was.
+    pub(super) async fn meet_suspect(&self, intake: Intake) -> Ended {
+        self.engine.emit(&Event::OneByOne { queue: self.engine.queue() });
+        self.give_up(intake).await;
+        Ended::Suspect
+    }
+
+    /// Takes one job after the other, and none while anything else is in hand, until for a second
+    /// those that come are no suspects. A backlog is not crawled through.
+    pub(super) async fn one_by_one(&self, alone: bool) -> Ended {
+        let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
+        tokio::select! {
+            biased;
+            () = &mut stop => return Ended::Stopped(None),
+            () = &mut pause => return Ended::Paused,
+            () = self.engine.until_nothing_is_in_hand() => {}
+        }
+        // With a prefetch of 1 the next one comes when this one is answered.
+        let mut intake = match self.subscribe(1, alone).await {
+            Ok(subscription) => Intake::new(subscription),
+            Err(error) => return Ended::Lost(error),
+        };
+        let mut innocent_since = None;
+        loop {
+            let incoming = tokio::select! {
+                biased;
+                () = &mut stop => return Ended::Stopped(Some(intake)),
+                () = &mut pause => {
+                    self.give_up(intake).await;
+                    return Ended::Paused;
+                }
+                incoming = intake.subscription.incoming.next() => incoming,
+            };
+            let arrived = match incoming {
+                Some(Ok(incoming)) => self.engine.arrive(incoming),
+                Some(Err(error)) => return Ended::Lost(error),
+                None => return Ended::Lost(self.cancelled_by_the_broker()),
+            };
+            let innocent = arrived.suspicion == Suspicion::Clear;
+            if !innocent {
+                innocent_since = None;
+            }
+            let Some(job) = self.engine.admit(arrived) else { continue };
+            // At once, for nothing is running.
+            let permit = self.permit().await;
+            if innocent && innocent_since.get_or_insert_with(Instant::now).elapsed() >= NO_MORE {
+                self.give_up(intake).await;
+                self.handlers.spawn(self.attempt(job, Turn::Open, permit));
+                let (queue, why) = (self.engine.queue(), Resumed::NoSuspects);
+                self.engine.emit(&Event::Resumed { queue, why });
+                return Ended::NoSuspects;
+            }
+            self.handlers.spawn(self.attempt(job, Turn::Open, permit));
+        }
+    }
+}

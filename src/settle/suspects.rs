@@ -1,0 +1,167 @@
+//! What is in hand, what of it goes back unrun, and which job may have ended another process.
+
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicBool, Ordering::Relaxed},
+};
+
+use futures_util::future::BoxFuture;
+use tokio::sync::watch;
+
+use super::{Engine, Move, Settled};
+use crate::{
+    Job,
+    link::{Incoming, Tag},
+    message::{Message, Story},
+    pause::Pace,
+    policy::{Interrupted, Suspects, Suspicion},
+};
+
+/// A delivery that has been looked at.
+#[derive(Debug)]
+pub(crate) struct Arrived {
+    pub(crate) job: Job,
+    pub(crate) tag: Box<dyn Tag>,
+    pub(crate) suspicion: Suspicion,
+}
+
+/// The deliveries of all channels.
+#[derive(Debug, Default)]
+pub(super) struct Custody {
+    /// Those without an answer so far.
+    in_hand: Arc<watch::Sender<usize>>,
+    suspects: Mutex<Suspects>,
+    /// What is given back to the work queue is marked as what a crash leaves: it is a classic one.
+    marks: AtomicBool,
+}
+
+/// Counts a delivery as long as it lives.
+#[derive(Debug)]
+struct InHand {
+    tag: Box<dyn Tag>,
+    in_hand: Arc<watch::Sender<usize>>,
+}
+
+impl Drop for InHand {
+    fn drop(&mut self) {
+        self.in_hand.send_modify(|n| *n -= 1);
+    }
+}
+
+impl Tag for InHand {
+    fn usable(&self) -> bool {
+        self.tag.usable()
+    }
+
+    fn ack(&self) -> BoxFuture<'_, bool> {
+        self.tag.ack()
+    }
+
+    fn give_back(&self) -> BoxFuture<'_, bool> {
+        self.tag.give_back()
+    }
+}
+
+impl Engine {
+    /// Looks at a delivery, once.
+    pub(crate) fn arrive(&self, incoming: Incoming) -> Arrived {
+        let arrived = self.take(incoming);
+        let suspicion = self.suspect(&arrived);
+        Arrived { suspicion, ..arrived }
+    }
+
+    /// The same in a loop that cannot give back what it has prefetched. A crash there says nothing
+    /// of any single job, so none is a suspect.
+    pub(crate) fn take(&self, Incoming { message, tag }: Incoming) -> Arrived {
+        let in_hand = Arc::clone(&self.custody.in_hand);
+        in_hand.send_modify(|n| *n += 1);
+        let tag = Box::new(InHand { tag, in_hand });
+        Arrived { job: self.read(message), tag, suspicion: Suspicion::Clear }
+    }
+
+    fn read(&self, message: Message) -> Job {
+        let mut story = Story::read(&message, self.rules().topology.work_queue());
+        story.forgive(self.now());
+        Job::new(message, story)
+    }
+
+    fn suspect(&self, Arrived { job, tag, .. }: &Arrived) -> Suspicion {
+        // One that is stale comes again, and one that is owed its hand-off is not run.
+        if !tag.usable() || self.is_owed(job) {
+            return Suspicion::Clear;
+        }
+        let interrupted = job.message().interrupted();
+        if interrupted == Interrupted::Before {
+            self.custody.marks.store(true, Relaxed);
+        }
+        self.suspects().look(interrupted, job.story().crash_count)
+    }
+
+    pub(crate) fn suspects(&self) -> MutexGuard<'_, Suspects> {
+        self.custody.suspects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until so few deliveries are without an answer.
+    pub(crate) async fn until_in_hand(&self, most: usize) {
+        let _ = self.custody.in_hand.subscribe().wait_for(|n| *n <= most).await;
+    }
+
+    /// Waits until all have one that the broker has worked off.
+    pub(crate) async fn until_nothing_is_in_hand(&self) {
+        self.until_in_hand(0).await;
+        self.until_answers_are_read().await;
+    }
+
+    /// Gives back a job whose handler was not called, for the consumer pauses, stops, or is to run
+    /// suspects alone.
+    pub(crate) async fn set_aside(self: &Arc<Self>, arrived: Arrived) {
+        let Arrived { job, tag, suspicion } = arrived;
+        let Some(to) = self.way_back(&job, suspicion) else {
+            self.give_back(&*tag).await;
+            return;
+        };
+        let engine = Arc::clone(self);
+        self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+    }
+
+    /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to
+    /// the tail, where its count starts afresh: else many pauses in a row would use the limit up,
+    /// and 4.0 drops what is over. And one that would look as if its process had died of it.
+    fn way_back(&self, job: &Job, suspicion: Suspicion) -> Option<Move> {
+        if let Pace::Stuck { .. } = self.pace() {
+            return None;
+        }
+        let unrun = match suspicion {
+            Suspicion::Count => return Some(self.count_crash(job)),
+            Suspicion::Alone => true,
+            Suspicion::Clear => {
+                job.message().delivery_count() > 0 || self.custody.marks.load(Relaxed)
+            }
+        };
+        let to = unrun.then(|| Move::return_unrun(job, self.now()))?;
+        // Not if it would not fit, for it has done nothing to be buried.
+        (self.copy(job, &to).2 == Settled::Returned).then_some(to)
+    }
+
+    /// Where a suspect goes before it is run.
+    pub(crate) fn count_crash(&self, job: &Job) -> Move {
+        self.rules().count_crash(job, self.now(), self.worker())
+    }
+
+    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
+        // Before, for it may come at once.
+        self.suspects().give_back();
+        let told = tag.give_back().await;
+        self.note_answer();
+        told
+    }
+}
+
+impl Arrived {
+    /// A job that has been admitted, and goes back after all.
+    pub(super) fn again(job: Job, tag: Box<dyn Tag>) -> Self {
+        let marked = job.story().crash_count > 0;
+        let suspicion = if marked { Suspicion::Alone } else { Suspicion::Clear };
+        Self { job, tag, suspicion }
+    }
+}
