@@ -20,6 +20,11 @@ impl Clock {
     pub(crate) fn now(&self) -> SystemTime {
         self.wall + self.anchor.elapsed()
     }
+
+    /// An instant that is not before the start, on the wall.
+    pub(crate) fn at(&self, instant: Instant) -> SystemTime {
+        self.wall + instant.duration_since(self.anchor)
+    }
 }
 
 /// Waits between tries at something the broker does not do: doubling, with full jitter.

@@ -3,12 +3,18 @@
 #[cfg(test)]
 mod tests;
 
-use std::{collections::BTreeMap, fmt, path::Path, time::Duration};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
+use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use serde::{Deserialize, de::Error as _};
 
 use crate::{
-    Broker, Builder, Declare, Doctor, Error, Pauses, Policies, QueueType, RetryConsumer,
+    Broker, Builder, Declare, Doctor, Error, Pauses, Policies, QueueType, Reconnect, RetryConsumer,
     RetryPolicy, Select, Settings, policy::duration,
 };
 
@@ -19,10 +25,13 @@ const URL_VARIABLE: &str = "AMQP_URL";
 ///
 /// ```toml
 /// # The variable that holds the broker's address; this is the default. An address with a password
-/// # does not belong in a file.
+/// # does not belong in a file. Several addresses, with commas between them, are the nodes of one
+/// # cluster.
 /// url_env = "AMQP_URL"
 /// # The same for the management API, for the doctor; without it the doctor does not look.
 /// management_env = "RABBITMQ_MANAGEMENT_URL"
+/// # Files in PEM format, for amqps addresses: a private CA, a client certificate and its key.
+/// tls = { ca = "ca.pem", certificate = "client.pem", key = "client.key" }
 ///
 /// [consumers.orders]                    # the name is yours
 /// queue = "orders"                      # default: the name
@@ -43,6 +52,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 /// concurrency = 20
 /// handler_timeout = "25m"
 /// consumer_timeout = "30m"              # what the broker has; it is not set by this
+/// reconnect = { first = "100ms", max = 30, limit = 20 } # without a limit: for ever
 /// consumer_tag = "orders-1"
 /// priority = 0
 /// ```
@@ -53,6 +63,7 @@ const URL_VARIABLE: &str = "AMQP_URL";
 pub struct Config {
     url_env: String,
     management_env: Option<String>,
+    tls: Tls,
     consumers: BTreeMap<String, Consumer>,
 }
 
@@ -62,7 +73,57 @@ struct File {
     #[serde(default = "url_variable")]
     url_env: String,
     management_env: Option<String>,
+    #[serde(default)]
+    tls: Tls,
     consumers: BTreeMap<String, Consumer>,
+}
+
+#[derive(Clone, Debug, Default, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+struct Tls {
+    ca: Option<PathBuf>,
+    certificate: Option<PathBuf>,
+    key: Option<PathBuf>,
+}
+
+impl Tls {
+    fn read(&self) -> Result<OwnedTLSConfig, Error> {
+        let cert_chain = self.ca.as_deref().map(|path| read("tls.ca", path)).transpose()?;
+        let identity = match (&self.certificate, &self.key) {
+            (None, None) => None,
+            (Some(certificate), Some(key)) => Some(OwnedIdentity::PKCS8 {
+                pem: read("tls.certificate", certificate)?.into_bytes(),
+                key: read("tls.key", key)?.into_bytes(),
+            }),
+            _ => {
+                return Err(Error::configuration(
+                    "tls: a certificate needs its key, and a key its certificate",
+                ));
+            }
+        };
+        Ok(OwnedTLSConfig { identity, cert_chain })
+    }
+}
+
+fn read(field: &str, path: &Path) -> Result<String, Error> {
+    std::fs::read_to_string(path).map_err(|error| {
+        Error::configuration(format!("{field}: {}: {error}", path.display())).because(error)
+    })
+}
+
+/// The addresses in a list with commas. A password may hold a comma, too.
+fn addresses(list: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    let mut start = 0;
+    for (comma, _) in list.match_indices(',') {
+        let next = list[comma + 1..].trim_start();
+        if next.starts_with("amqp://") || next.starts_with("amqps://") {
+            found.push(list[start..comma].trim());
+            start = comma + 1;
+        }
+    }
+    found.push(list[start..].trim());
+    found
 }
 
 fn url_variable() -> String {
@@ -78,6 +139,7 @@ struct Consumer {
     concurrency: Option<usize>,
     handler_timeout: Option<Duration>,
     consumer_timeout: Option<Duration>,
+    reconnect: Reconnect,
     consumer_tag: Option<String>,
     priority: Option<i32>,
 }
@@ -112,6 +174,8 @@ struct Fields {
     handler_timeout: Option<Duration>,
     #[serde(default, deserialize_with = "optional_duration")]
     consumer_timeout: Option<Duration>,
+    #[serde(default)]
+    reconnect: Reconnect,
     consumer_tag: Option<String>,
     priority: Option<i32>,
 }
@@ -162,6 +226,7 @@ impl TryFrom<Fields> for Consumer {
             concurrency: fields.concurrency,
             handler_timeout: fields.handler_timeout,
             consumer_timeout: fields.consumer_timeout,
+            reconnect: fields.reconnect,
             consumer_tag: fields.consumer_tag,
             priority: fields.priority,
         };
@@ -175,7 +240,8 @@ impl TryFrom<Fields> for Consumer {
 impl Consumer {
     fn builder(&self, broker: Broker, name: &str, settings: Settings) -> Builder {
         let queue = self.queue.as_deref().unwrap_or(name);
-        let mut builder = RetryConsumer::builder(broker, queue).settings(settings);
+        let mut builder =
+            RetryConsumer::builder(broker, queue).settings(settings).reconnect(self.reconnect);
         if let Some(jobs) = self.prefetch {
             builder = builder.prefetch(jobs);
         }
@@ -226,20 +292,23 @@ impl Config {
             let why = toml::de::Error::custom("no consumers; add a table [consumers.NAME]");
             return Err(Error::configuration(format!("{place}: {}", why.message())));
         }
-        let File { url_env, management_env, consumers } = file;
-        Ok(Self { url_env, management_env, consumers })
+        let File { url_env, management_env, tls, consumers } = file;
+        Ok(Self { url_env, management_env, tls, consumers })
     }
 
-    /// The broker whose address is in the environment.
+    /// The broker whose address is in the environment, or the cluster whose addresses are.
     ///
     /// # Errors
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration), naming the variable: it is not
-    /// set, or holds no AMQP URL. What it holds is not repeated.
+    /// set, or holds no AMQP URL. What it holds is not repeated. Or a file named under `tls` cannot
+    /// be read.
     pub fn broker(&self) -> Result<Broker, Error> {
         let variable = &self.url_env;
         let what = "the broker's address, such as amqp://user:password@host:5672/%2f";
         let url = from_environment(variable, what)?;
-        Broker::new(&url).map_err(|error| Error::configuration(format!("{variable}: {error}")))
+        let broker = Broker::any_of(addresses(&url))
+            .map_err(|error| Error::configuration(format!("{variable}: {error}")))?;
+        Ok(broker.with_tls(self.tls.read()?))
     }
 
     /// The names of the consumers in the file.

@@ -1,22 +1,22 @@
 //! Way in 2: give us the handler. The builder, and the handle of what it started.
 
+mod health;
 mod one_by_one;
+mod reconnect;
 mod run;
 
-use std::{
-    error::Error as StdError,
-    fmt,
-    future::Future,
-    sync::{Arc, atomic::AtomicBool},
-    time::Duration,
-};
+use std::{error::Error as StdError, fmt, future::Future, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::run::{Run, Stop};
+pub use self::{health::Health, reconnect::Reconnect};
+use self::{
+    health::Signs,
+    run::{Run, Stop},
+};
 use crate::{
     Broker, Error, ErrorKind, Event, Job, Outcome, Policies, RetryPolicy, Settings,
     link::Subscribe, settle::Engine,
@@ -77,6 +77,7 @@ pub struct RetryConsumer {
 /// | [`concurrency`](Self::concurrency) | as the prefetch |
 /// | [`handler_timeout`](Self::handler_timeout) | 25 min, under the broker's consumer timeout of 30 min |
 /// | [`consumer_timeout`](Self::consumer_timeout) | 30 min, the broker's default |
+/// | [`reconnect`](Self::reconnect) | 100 ms to 30 s, full jitter, for ever |
 /// | [`consumer_tag`](Self::consumer_tag) | the worker's name |
 /// | [`priority`](Self::priority), [`argument`](Self::argument) | none |
 #[derive(Debug)]
@@ -89,6 +90,7 @@ pub struct Builder {
     concurrency: Option<usize>,
     handler_timeout: Duration,
     consumer_timeout: Duration,
+    reconnect: Reconnect,
     consumer_tag: Option<String>,
     arguments: Vec<(String, AMQPValue)>,
 }
@@ -104,6 +106,7 @@ impl RetryConsumer {
             concurrency: None,
             handler_timeout: Duration::from_secs(25 * 60),
             consumer_timeout: Duration::from_secs(30 * 60),
+            reconnect: Reconnect::default(),
             consumer_tag: None,
             arguments: Vec::new(),
         }
@@ -111,7 +114,7 @@ impl RetryConsumer {
 
     /// Checks the settings, makes or verifies the queues, and starts to consume.
     ///
-    /// From then on a lost connection is opened again, with waits of 100 ms to 30 s.
+    /// From then on a lost connection is opened again: see [`Reconnect`].
     ///
     /// # Errors
     /// As [`Retry::attach`](crate::Retry::attach), and a prefetch, concurrency or handler timeout
@@ -135,6 +138,15 @@ impl RetryConsumer {
         engine.consuming();
         let (stop, stopping) = watch::channel(None);
         let (end, ended) = watch::channel(None);
+        let (lost, loss) = watch::channel(None);
+        let (tell, health) = watch::channel(Health::Running);
+        let signs = Signs {
+            engine: Arc::clone(&engine),
+            lost: loss,
+            stopping: stopping.clone(),
+            ended: ended.clone(),
+        };
+        tokio::spawn(signs.follow(tell));
         let run = Run {
             engine: Arc::clone(&engine),
             how,
@@ -147,10 +159,11 @@ impl RetryConsumer {
             stopping,
             handlers: TaskTracker::new(),
             cut: CancellationToken::new(),
-            lost: AtomicBool::new(false),
+            reconnect: builder.reconnect,
+            lost,
         };
         tokio::spawn(async move { end.send(Some(run.until_stopped(subscription).await)) });
-        Ok(Handle { engine, stop: Arc::new(stop), ended })
+        Ok(Handle { engine, stop: Arc::new(stop), ended, health })
     }
 }
 
@@ -218,6 +231,12 @@ impl Builder {
     /// this, only respected: no job is held longer.
     pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
         self.consumer_timeout = timeout;
+        self
+    }
+
+    /// How it starts over when it lost the broker. Default: after 100 ms to 30 s, for ever.
+    pub fn reconnect(mut self, reconnect: Reconnect) -> Self {
+        self.reconnect = reconnect;
         self
     }
 
@@ -292,6 +311,7 @@ impl Builder {
                 self.handler_timeout, self.consumer_timeout
             )));
         }
+        self.reconnect.validate()?;
         if self.consumer_tag.as_ref().is_some_and(|tag| tag.len() > 255) {
             return Err(Error::configuration("consumer_tag: longer than 255 bytes"));
         }
@@ -318,9 +338,15 @@ pub struct Handle {
     engine: Arc<Engine>,
     stop: Arc<watch::Sender<Option<Stop>>>,
     ended: watch::Receiver<Option<Result<(), Error>>>,
+    health: watch::Receiver<Health>,
 }
 
 impl Handle {
+    /// How it is, now and at every change: for a health check, say (`examples/health.rs`).
+    pub fn health(&self) -> watch::Receiver<Health> {
+        self.health.clone()
+    }
+
     /// Stops: takes no more jobs, gives back those that have not been started, lets running
     /// handlers finish for at most `grace`, and hands off their outcomes. Handlers that still run
     /// then are cancelled, and their jobs given back. Returns when it is over;
@@ -359,10 +385,11 @@ impl Handle {
         self.engine.reload(&settings.into()).await
     }
 
-    /// Waits until the consumer has stopped, by [`shutdown`](Self::shutdown).
+    /// Waits until the consumer has stopped, by [`shutdown`](Self::shutdown) or at the limit of
+    /// [`Reconnect`].
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`]: some hand-offs or acks did not succeed in time, so that the broker
+    /// The kind of the last error: it gave up to start over. [`ErrorKind::Closed`]: some hand-offs or acks did not succeed in time, so that the broker
     /// delivers their jobs again; or the consumer's task was ended by its runtime.
     pub async fn stopped(&self) -> Result<(), Error> {
         let mut ended = self.ended.clone();

@@ -173,17 +173,27 @@ pub enum Event {
         /// Why.
         why: Resumed,
     },
-    /// The consumer lost the broker, or could not start; it tries again after the wait: at most
-    /// 30 s, or 5 min if it met a message that cannot be read
-    /// ([`ErrorKind::Unreadable`](crate::ErrorKind::Unreadable)), for each try counts as a delivery.
+    /// The consumer lost the broker, or could not start; it tries again after the wait, or sooner if
+    /// the broker is seen to be back: see [`Reconnect`](crate::Reconnect). After a message that
+    /// cannot be read ([`ErrorKind::Unreadable`](crate::ErrorKind::Unreadable)) the wait is 5 min,
+    /// for each try counts as a delivery.
     #[non_exhaustive]
     Disconnected {
         /// The work queue.
         queue: String,
         /// Why.
         error: Error,
-        /// How long it waits.
+        /// How long it waits at most.
         wait: Duration,
+    },
+    /// The consumer stops, for too many tries in a row failed: see
+    /// [`Reconnect::limit`](crate::Reconnect::limit).
+    #[non_exhaustive]
+    GaveUp {
+        /// The work queue.
+        queue: String,
+        /// Why, with the last try's error.
+        error: Error,
     },
 }
 
@@ -400,6 +410,9 @@ fn log(queue: &str, event: &Event) {
         Event::Disconnected { error, wait, .. } => {
             let wait_ms = millis(*wait);
             tracing::warn!(queue, %error, wait_ms, "not consuming; trying again after the wait");
+        }
+        Event::GaveUp { error, .. } => {
+            tracing::error!(queue, %error, "not consuming; gave up");
         }
     }
 }

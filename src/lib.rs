@@ -26,7 +26,7 @@ pub use lapin;
 #[cfg(feature = "config")]
 pub use self::config::Config;
 pub use self::{
-    consumer::{Builder, Handle, Handler, RetryConsumer},
+    consumer::{Builder, Handle, Handler, Health, Reconnect, RetryConsumer},
     doctor::{Doctor, Finding, Severity},
     error::{Error, ErrorKind},
     event::{Event, Events, Postponed, Resumed},

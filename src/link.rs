@@ -2,7 +2,9 @@
 
 mod broker;
 mod connection;
+mod dial;
 mod lapin;
+mod watched;
 
 use std::{fmt::Debug, sync::Arc, time::Duration};
 
@@ -136,4 +138,8 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn limits(&self) -> Limits;
     /// Empty if the address is wrong.
     fn vhost(&self) -> String;
+    /// Waits until a broker that took no connections takes them again.
+    fn until_back(&self) -> BoxFuture<'_, ()>;
+    /// The broker blocks publishers: a memory or disk alarm.
+    fn is_blocked(&self) -> bool;
 }

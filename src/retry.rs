@@ -74,6 +74,11 @@ impl Retry {
     }
 
     /// The jobs of a consumer of the work queue, until the consumer ends.
+    ///
+    /// **Leave lapin's own recovery off** on the consumer's connection (`enable_auto_recover`). With
+    /// it a lost connection ends nothing here: a channel that does not come back leaves this stream
+    /// waiting for ever. Open connection and consumer again yourself, or use
+    /// [`RetryConsumer`](crate::RetryConsumer).
     pub fn jobs(&self, consumer: Consumer) -> Jobs {
         Jobs {
             engine: Arc::clone(&self.engine),

@@ -159,6 +159,18 @@ impl Engine {
         self.clock.now()
     }
 
+    pub(crate) fn at(&self, instant: Instant) -> SystemTime {
+        self.clock.at(instant)
+    }
+
+    pub(crate) async fn until_broker_is_back(&self) {
+        self.link.until_back().await;
+    }
+
+    pub(crate) fn is_blocked(&self) -> bool {
+        self.link.is_blocked()
+    }
+
     pub(crate) fn emit(&self, event: &Event) {
         emit(&self.queue(), &self.settings.observers, event);
     }

@@ -31,6 +31,7 @@ fn a_file_sets_all_that_the_builder_has() {
         prefetch = 10
         concurrency = 2
         handler_timeout = "1m"
+        reconnect = { first = "50ms", max = 7, limit = 9 }
         consumer_tag = "tag"
         priority = -1
 
@@ -56,6 +57,7 @@ fn a_file_sets_all_that_the_builder_has() {
         "prefetch: 10",
         "Some(2)",
         "handler_timeout: 60s",
+        "Reconnect { first: 50ms, max: 7s, limit: Some(9) }",
         "Some(\"tag\")",
         "LongInt(-1)",
         "86400s",
@@ -85,6 +87,10 @@ fn what_is_wrong_is_told_with_file_line_and_field() {
         ("[consumers.a]\npolicy = { levels = [1], lane = 2 }", "unknown field `lane`"),
         ("[consumers.a]\npause = { first = 600 }", "pause.max"),
         ("[consumers.a]\nhandler_timeout = \"30m\"", "consumer timeout"),
+        ("[consumers.a]\nreconnect = { first = 0 }", "reconnect.first"),
+        ("[consumers.a]\nreconnect = { first = 9, max = 8 }", "reconnect.max"),
+        ("[consumers.a]\nreconnect = { limit = 0 }", "reconnect.limit"),
+        ("tls = { cert = \"c\" }\n[consumers.a]", "unknown field `cert`"),
         ("[consumers.a]\nselect = \"type\"", "select: there are no types"),
         ("[consumers.a]\nselect = \"kind\"", "retry.toml:2:"),
         ("[consumers.a]\ntypes.x = { levels = [] }", "levels"),
@@ -210,4 +216,26 @@ fn whatever_is_in_the_file_it_is_read_or_refused() {
         }
         Ok(())
     });
+}
+
+#[test]
+fn addresses_are_told_apart_although_a_password_holds_a_comma() {
+    assert_eq!(addresses("amqp://a"), ["amqp://a"]);
+    assert_eq!(addresses("amqp://a,amqps://b, amqp://c"), ["amqp://a", "amqps://b", "amqp://c"]);
+    assert_eq!(addresses("amqp://me:x,y@a,amqp://b"), ["amqp://me:x,y@a", "amqp://b"]);
+}
+
+#[test]
+fn what_is_wrong_with_a_certificate_is_told_with_its_field() {
+    let tls =
+        |tls: &str| parse(&format!("tls = {tls}\n[consumers.a]")).unwrap().tls.read().map(drop);
+    tls("{}").unwrap();
+    for (text, says) in [
+        ("{ ca = \"no/such.pem\" }", "tls.ca: no/such.pem"),
+        ("{ certificate = \"no/such.pem\" }", "needs its key"),
+        ("{ certificate = \"no/such.pem\", key = \"k\" }", "tls.certificate: no/such.pem"),
+    ] {
+        let error = tls(text).expect_err(text).to_string();
+        assert!(error.contains(says), "{error} should say {says}");
+    }
 }

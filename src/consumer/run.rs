@@ -1,38 +1,28 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{
-    panic::AssertUnwindSafe,
-    pin::pin,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
-};
+use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt};
-use rand::Rng;
 use tokio::{
     sync::{OwnedSemaphorePermit, Semaphore, watch},
     time::Instant,
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use super::{BoxHandler, one_by_one::Intake};
+use super::{
+    BoxHandler,
+    health::Lost,
+    one_by_one::Intake,
+    reconnect::{Reconnect, STEADY, Tries, Try},
+};
 use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
-    clock::Backoff,
     link::{Subscribe, Subscription},
     pause::Pace,
     policy::Suspicion,
     settle::{Engine, Probe, Turn},
 };
 
-/// A subscription that lasted this long ends a series of failures.
-const STEADY: Duration = Duration::from_secs(30);
-/// How long the consumer stays away from a queue whose head it cannot read. Each try is a delivery,
-/// and a quorum queue of RabbitMQ 4 drops a message after 21 of them.
-const UNREADABLE: Duration = Duration::from_secs(5 * 60);
 /// How long the broker may take to answer a cancel or a close before it is left alone.
 pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -61,16 +51,18 @@ pub(super) struct Run {
     pub(super) handlers: TaskTracker,
     /// Ends the handlers that outlast a shutdown.
     pub(super) cut: CancellationToken,
+    pub(super) reconnect: Reconnect,
     /// The broker was lost since our queues were last declared or verified.
-    pub(super) lost: AtomicBool,
+    pub(super) lost: watch::Sender<Option<Lost>>,
 }
 
 impl Run {
     /// An error says what was left undone at the stop.
     pub(super) async fn until_stopped(self, first: Subscription) -> Result<(), Error> {
-        let mut tries = Tries::default();
+        let mut tries = Tries::new(self.reconnect);
         let mut next = Some(first);
         let mut one_by_one = false;
+        let mut gave_up = None;
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
@@ -98,27 +90,46 @@ impl Run {
                     continue;
                 }
                 Ended::Readable => {
-                    tries = Tries::default();
+                    tries = Tries::new(self.reconnect);
                     continue;
                 }
                 Ended::Lost(error) => error,
             };
             self.engine.quiet();
             self.engine.suspects().expect_back(self.how.prefetch);
-            self.lost.store(true, Ordering::Relaxed);
             // Stopped while it connected: that is no news.
             if self.stopping.borrow().is_some() {
                 break None;
             }
-            let lasted = started.elapsed();
-            let wait = self.engine.with_rng(|rng| tries.wait(error.kind(), lasted, rng));
+            let (kind, consumed) = (error.kind(), self.lost.borrow().is_none());
+            let ended = Try { error: kind, lasted: started.elapsed(), consumed };
+            self.note_lost(&error);
+            let Some(wait) = self.engine.with_rng(|rng| tries.after(ended, rng)) else {
+                gave_up = Some(self.give_up_for_good(tries.failed(), &error));
+                break None;
+            };
             self.engine.emit(&Event::Disconnected { queue: self.how.queue.clone(), error, wait });
             tokio::select! {
                 () = self.stop() => break None,
                 () = tokio::time::sleep(wait) => {}
+                // Those who share a connection draw again how soon it is opened.
+                () = self.engine.until_broker_is_back(), if kind == ErrorKind::Connection => {}
             }
         };
-        self.wind_down(last).await
+        let wound_down = self.wind_down(last).await;
+        gave_up.map_or(wound_down, Err)
+    }
+
+    fn note_lost(&self, error: &Error) {
+        self.lost.send_modify(|lost| Lost::note(lost, error, self.engine.now()));
+    }
+
+    fn give_up_for_good(&self, tries: u32, last: &Error) -> Error {
+        let queue = self.how.queue.clone();
+        let text = format!("queue {queue:?}: {tries} failed tries to consume in a row; the last: ");
+        let error = Error::new(last.kind(), format!("{text}{last}")).because(last.clone());
+        self.engine.emit(&Event::GaveUp { queue, error: error.clone() });
+        error
     }
 
     /// Consumes; after a loss it first declares or verifies, for the broker may have come back
@@ -130,14 +141,17 @@ impl Run {
     ) -> Result<Subscription, Error> {
         let how = Subscribe { prefetch, ..self.how.clone() };
         let subscribing = async {
-            if self.lost.load(Ordering::Relaxed) {
+            if self.lost.borrow().is_some() {
                 self.engine.redeclare().await?;
             }
             self.engine.consume(&how, alone).await
         };
         tokio::select! {
             subscription = subscribing => {
-                self.lost.store(subscription.is_err(), Ordering::Relaxed);
+                match &subscription {
+                    Ok(_) => drop(self.lost.send_replace(None)),
+                    Err(error) => self.note_lost(error),
+                }
                 subscription
             }
             () = self.stop() => Err(Error::new(ErrorKind::Closed, "stopped while connecting")),
@@ -387,38 +401,6 @@ impl Run {
     }
 }
 
-/// How long to wait before the next try, and which kind of try it is.
-#[derive(Debug)]
-struct Tries {
-    backoff: Backoff,
-    /// A message that cannot be read kills the connection of every consumer that shares it, and
-    /// counts as a delivery of all that was unacked there. So once that has happened each of them
-    /// goes on alone and job by job: one meets the message at its queue's head and keeps away, the
-    /// others go back to the shared connection.
-    alone: bool,
-}
-
-impl Default for Tries {
-    fn default() -> Self {
-        let backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
-        Self { backoff, alone: false }
-    }
-}
-
-impl Tries {
-    fn wait(&mut self, error: ErrorKind, lasted: Duration, rng: &mut impl Rng) -> Duration {
-        if lasted > STEADY {
-            self.backoff.reset();
-        }
-        let unreadable = error == ErrorKind::Unreadable;
-        if unreadable && self.alone {
-            return UNREADABLE;
-        }
-        self.alone |= unreadable;
-        self.backoff.next(rng)
-    }
-}
-
 pub(super) enum Ended {
     /// Told to stop; the intake still has what is unanswered.
     Stopped(Option<Intake>),
@@ -431,30 +413,4 @@ pub(super) enum Ended {
     /// It consumed alone, and all that it met could be read.
     Readable,
     Lost(Error),
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use rand::{SeedableRng, rngs::SmallRng};
-
-    #[test]
-    fn only_a_probe_that_dies_of_a_message_makes_the_consumer_keep_away() {
-        let mut rng = SmallRng::seed_from_u64(1);
-        let mut tries = Tries::default();
-        let mut wait = |error, lasted| {
-            let wait = tries.wait(error, Duration::from_secs(lasted), &mut rng);
-            (wait, tries.alone)
-        };
-        assert!(!wait(ErrorKind::Connection, 0).1);
-        // It may be another queue's message: look at once, but alone.
-        let (first, probing) = wait(ErrorKind::Unreadable, 3600);
-        assert!(first <= Duration::from_secs(30) && probing);
-        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
-        assert_eq!(wait(ErrorKind::Unreadable, 3600), (UNREADABLE, true));
-        // A broker that is away says nothing about the message.
-        let (away, probing) = wait(ErrorKind::Connection, 0);
-        assert!(away <= Duration::from_secs(30) && probing);
-        assert_eq!(wait(ErrorKind::Unreadable, 0), (UNREADABLE, true));
-    }
 }

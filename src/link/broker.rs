@@ -2,9 +2,9 @@
 
 use std::{fmt, str::FromStr, sync::Arc};
 
-use lapin::{ConnectionProperties, uri::AMQPUri};
+use lapin::{ConnectionProperties, tcp::OwnedTLSConfig, uri::AMQPUri};
 
-use super::connection::Shared;
+use super::{connection::Shared, dial::no_address};
 use crate::Error;
 
 /// A broker, shared by any number of consumers: one connection to consume, one to publish.
@@ -15,7 +15,8 @@ use crate::Error;
 ///
 /// Cheap to clone. Nothing is connected before it is needed, and a connection that dies is opened
 /// again. The publishing connection is apart so that a broker that blocks publishers, at a memory
-/// or disk alarm, does not freeze the acks.
+/// or disk alarm, does not freeze the acks. A connection that is silent for 40 s is dead; the
+/// address may say otherwise with `?heartbeat=` and half of it in seconds.
 ///
 /// ```
 /// # use lapin_retry::Broker;
@@ -26,57 +27,133 @@ use crate::Error;
 pub struct Broker(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
-    pub(super) address: Result<AMQPUri, Error>,
-    pub(super) properties: ConnectionProperties,
+    addresses: Result<Vec<AMQPUri>, Error>,
+    properties: ConnectionProperties,
+    tls: OwnedTLSConfig,
     pub(super) publishing: Shared,
     pub(super) consuming: Shared,
+    /// Only while publishers are blocked.
+    pub(super) declaring: Shared,
+}
+
+impl Inner {
+    fn new(addresses: Result<Vec<AMQPUri>, Error>) -> Self {
+        Self {
+            addresses,
+            properties: ConnectionProperties::default(),
+            tls: OwnedTLSConfig::default(),
+            publishing: Shared::default(),
+            consuming: Shared::default(),
+            declaring: Shared::default(),
+        }
+    }
+
+    /// The same broker over connections of its own.
+    fn again(&self) -> Self {
+        let again = Self::new(self.addresses.clone());
+        Self { properties: self.properties.clone(), tls: self.tls.clone(), ..again }
+    }
 }
 
 impl Broker {
-    /// The broker at `url`, as `amqp://user:password@host:port/vhost`.
+    /// The broker at `url`, as `amqp://user:password@host:port/vhost`; with TLS `amqps://`.
     ///
     /// # Errors
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the text is no such URL. The
     /// error does not repeat it, since it may hold a password.
     pub fn new(url: &str) -> Result<Self, Error> {
-        let broker = Self::from(url);
-        broker.address()?;
-        Ok(broker)
+        Self::any_of([url])
+    }
+
+    /// The cluster whose nodes are at these URLs. Each try to connect goes from one to the next, in
+    /// random order, until one answers.
+    ///
+    /// ```
+    /// # use lapin_retry::Broker;
+    /// let broker = Broker::any_of(["amqp://me:secret@rabbit-1", "amqp://me:secret@rabbit-2"])?;
+    /// # Ok::<(), lapin_retry::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): there are none, one of them is
+    /// no AMQP URL, or they differ in the vhost, which would be another queue.
+    pub fn any_of<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, Error> {
+        let addresses = urls.into_iter().map(|url| parse(url.as_ref()));
+        let addresses = addresses.collect::<Result<Vec<_>, _>>()?;
+        let Some(first) = addresses.first() else {
+            return Err(no_address());
+        };
+        if addresses.iter().any(|address| address.vhost != first.vhost) {
+            return Err(Error::configuration(
+                "broker: the addresses name different vhosts; those of one cluster have the same",
+            ));
+        }
+        Ok(Self(Arc::new(Inner::new(Ok(addresses)))))
     }
 
     /// The same broker with these connection properties, such as client properties or an
-    /// authentication provider. The connection's name is set here; lapin's own recovery must be
-    /// left off.
+    /// authentication provider. The connection's name is set here.
+    ///
+    /// **Leave lapin's own recovery off** (`enable_auto_recover`). Lost connections are opened again
+    /// here, with their channels and consumers; lapin's recovery beside it would bring some of them
+    /// back without a word, and others not at all. It finds no connection to recover.
     #[must_use]
     pub fn with_properties(self, properties: ConnectionProperties) -> Self {
-        Self(Arc::new(Inner {
-            address: self.0.address.clone(),
-            properties,
-            publishing: Shared::default(),
-            consuming: Shared::default(),
-        }))
+        Self(Arc::new(Inner { properties, ..self.0.again() }))
     }
 
-    pub(super) fn address(&self) -> Result<&AMQPUri, Error> {
-        self.0.address.as_ref().map_err(Clone::clone)
+    /// The same broker with a private CA, a client certificate, or both, for `amqps` addresses.
+    /// Takes this crate's feature `tls`, or one of lapin's.
+    ///
+    /// ```no_run
+    /// use std::fs;
+    /// use lapin_retry::{Broker, lapin::tcp::{OwnedIdentity, OwnedTLSConfig}};
+    ///
+    /// let tls = OwnedTLSConfig {
+    ///     cert_chain: Some(fs::read_to_string("ca.pem")?),
+    ///     identity: Some(OwnedIdentity::PKCS8 {
+    ///         pem: fs::read("client.pem")?,
+    ///         key: fs::read("client.key")?,
+    ///     }),
+    /// };
+    /// let broker = Broker::new("amqps://me:secret@rabbit-1")?.with_tls(tls);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// To log in with the certificate in place of a password, add `?auth_mechanism=external` to the
+    /// address.
+    #[must_use]
+    pub fn with_tls(self, tls: OwnedTLSConfig) -> Self {
+        Self(Arc::new(Inner { tls, ..self.0.again() }))
     }
+
+    /// Never none.
+    pub(super) fn addresses(&self) -> Result<&[AMQPUri], Error> {
+        self.0.addresses.as_deref().map_err(Clone::clone)
+    }
+
+    pub(super) fn properties(&self) -> &ConnectionProperties {
+        &self.0.properties
+    }
+
+    pub(super) fn tls(&self) -> &OwnedTLSConfig {
+        &self.0.tls
+    }
+}
+
+fn parse(url: &str) -> Result<AMQPUri, Error> {
+    AMQPUri::from_str(url).map_err(|_| {
+        Error::configuration(
+            "broker: the address is no AMQP URL; write it like \
+             amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"",
+        )
+    })
 }
 
 /// Takes the URL as it is; what is wrong with it is said when it is used.
 impl From<&str> for Broker {
     fn from(url: &str) -> Self {
-        let address = AMQPUri::from_str(url).map_err(|_| {
-            Error::configuration(
-                "broker: the address is no AMQP URL; write it like \
-                 amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"",
-            )
-        });
-        Self(Arc::new(Inner {
-            address,
-            properties: ConnectionProperties::default(),
-            publishing: Shared::default(),
-            consuming: Shared::default(),
-        }))
+        Self(Arc::new(Inner::new(parse(url).map(|address| vec![address]))))
     }
 }
 
@@ -101,7 +178,7 @@ impl From<&Broker> for Broker {
 impl fmt::Debug for Broker {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = f.debug_struct("Broker");
-        if let Ok(uri) = &self.0.address {
+        for uri in self.addresses().unwrap_or_default() {
             out.field("host", &uri.authority.host)
                 .field("port", &uri.authority.port)
                 .field("vhost", &uri.vhost);
@@ -122,5 +199,16 @@ mod tests {
             let error = Broker::new(url).expect_err(url);
             assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
         }
+    }
+
+    #[test]
+    fn a_cluster_has_at_least_one_address_and_one_vhost() {
+        let broker = Broker::any_of(["amqp://a/v", "amqps://b:5671/v"]).unwrap();
+        assert_eq!(broker.addresses().unwrap().len(), 2);
+        let none: [&str; 0] = [];
+        assert!(Broker::any_of(none).is_err());
+        assert!(Broker::any_of(["amqp://a/v", "amqp://b/w"]).is_err());
+        let error = Broker::any_of(["amqp://a/v", "me:hunter2@b"]).unwrap_err();
+        assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
     }
 }

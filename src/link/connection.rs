@@ -19,14 +19,11 @@ use tokio::{
     time::Instant,
 };
 
-use super::Broker;
+use super::{Broker, dial::open};
 use crate::{Error, ErrorKind, clock::Backoff};
 
-/// How long connecting may take. A broker that is stopped still accepts connections.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// What RabbitMQ negotiates unless told otherwise.
 const CHANNEL_MAX: u16 = 2047;
-
 /// A connection that several users share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
@@ -74,6 +71,19 @@ pub(super) struct Session {
 pub(super) enum Purpose {
     Consuming,
     Publishing,
+    /// While publishers are blocked.
+    Declaring,
+}
+
+impl Purpose {
+    /// As the management UI shows it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Consuming => "lapin-retry consuming",
+            Self::Publishing => "lapin-retry publishing",
+            Self::Declaring => "lapin-retry declaring",
+        }
+    }
 }
 
 impl Shared {
@@ -140,6 +150,16 @@ impl Shared {
         lock(&self.current).clone()
     }
 
+    /// The broker blocks whoever publishes over it: a memory or disk alarm.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.working().is_some_and(|session| session.connection.status().blocked())
+    }
+
+    /// Leaves the connection to those who still use it.
+    pub(super) fn let_go(&self) {
+        lock(&self.current).take();
+    }
+
     fn working(&self) -> Option<Arc<Session>> {
         lock(&self.current).as_ref().filter(|session| session.works()).cloned()
     }
@@ -188,36 +208,6 @@ fn turns(channel_max: u16) -> usize {
 /// Nothing panics while it holds one of these.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
-    let uri = broker.address()?;
-    let name = match purpose {
-        Purpose::Consuming => "lapin-retry consuming",
-        Purpose::Publishing => "lapin-retry publishing",
-    };
-    let properties = broker.0.properties.clone().with_connection_name(name.into());
-    let connecting = Connection::connect_uri(uri.clone(), properties);
-    let place = format!("{}:{}", uri.authority.host, uri.authority.port);
-    match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
-        Ok(Ok(connection)) => Ok(connection),
-        Ok(Err(error)) => Err(not_connected(&error, &place, &uri.authority.userinfo.username)),
-        Err(_) => Err(Error::new(
-            ErrorKind::Connection,
-            format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
-        )),
-    }
-}
-
-/// Whatever the broker's code, a refused login is not a right that the user lacks on a queue.
-fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
-    let why = refused(error, &format!("connecting to {place}"));
-    let remedy = if why.kind() == ErrorKind::Permission {
-        format!("; check the name and the password of the user {user:?}")
-    } else {
-        String::new()
-    };
-    Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
 }
 
 /// Why a consumer's connection died, if it was of a message that lapin cannot read. The message

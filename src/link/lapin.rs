@@ -26,6 +26,8 @@ use tokio::{runtime::Handle, sync::oneshot};
 use super::{
     Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
     connection::{Purpose, Session, Shared, is_closed, is_refusal, refused, unreadable},
+    dial::until_back,
+    watched::Watched,
 };
 use crate::{
     Error, ErrorKind,
@@ -57,7 +59,8 @@ impl LapinLink {
     }
 
     /// Each declare and check has a channel to itself, for a refusal closes it; and not on the
-    /// consuming connection, which a refusal can take down while a large delivery arrives.
+    /// consuming connection, which a refusal can take down while a large delivery arrives. While the
+    /// publishing connection is blocked nothing is written on it: one that publishes nothing is not.
     async fn queue_declare(
         &self,
         what: &str,
@@ -65,12 +68,19 @@ impl LapinLink {
         options: QueueDeclareOptions,
         arguments: FieldTable,
     ) -> Result<(), Error> {
-        let session = self.publishing().await?;
+        let broker = &self.broker.0;
+        let blocked = broker.publishing.is_blocked();
+        let (shared, purpose) = if blocked {
+            (&broker.declaring, Purpose::Declaring)
+        } else {
+            broker.declaring.let_go();
+            (&broker.publishing, Purpose::Publishing)
+        };
+        let session = shared.session(&self.broker, purpose).await?;
         let declared = async {
             let channel = session.connection.create_channel().await?;
             channel.queue_declare(queue.into(), options, arguments).await
         };
-        let shared = &self.broker.0.publishing;
         let declared = in_time(declared, what, shared, &session).await?;
         declared.map(drop).map_err(|error| refused(&error, what))
     }
@@ -211,18 +221,27 @@ impl Link for LapinLink {
     }
 
     fn vhost(&self) -> String {
-        self.broker.address().map(|uri| uri.vhost.clone()).unwrap_or_default()
+        let first = self.broker.addresses().ok().and_then(<[_]>::first);
+        first.map(|uri| uri.vhost.clone()).unwrap_or_default()
     }
 
     fn limits(&self) -> Limits {
         let session = self.broker.0.publishing.last();
         let negotiated = session.map_or(0, |s| s.connection.configuration().frame_max());
-        let user = self.broker.address().map(|uri| uri.authority.userinfo.username.clone());
+        let first = self.broker.addresses().ok().and_then(<[_]>::first);
         Limits {
-            user: user.unwrap_or_default(),
+            user: first.map(|uri| uri.authority.userinfo.username.clone()).unwrap_or_default(),
             // 0 means that the broker sets no limit of its own.
             frame_max: if negotiated == 0 { FRAME_MAX } else { negotiated },
         }
+    }
+
+    fn until_back(&self) -> BoxFuture<'_, ()> {
+        until_back(&self.broker).boxed()
+    }
+
+    fn is_blocked(&self) -> bool {
+        self.broker.0.publishing.is_blocked()
     }
 }
 
@@ -280,11 +299,13 @@ async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscr
     let (tag, runtime) = (consumer.tag(), Handle::current());
     let unanswered = AtomicUsize::new(0);
     let control = Arc::new(Consuming { channel, tag, session, unanswered, runtime });
-    let open = Arc::clone(&control);
+    let (open, watched) = (Arc::clone(&control), Arc::clone(&control));
     let incoming = consumer.map(move |delivery| match delivery {
         Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
         Err(error) => Err(failed(error)),
     });
+    let dead = format!("consuming queue {:?}: its channel died without a word", how.queue);
+    let incoming = Watched::new(incoming, move || watched.is_alive(), dead);
     Ok(Subscription { incoming: incoming.boxed(), control, prefetch: prefetch.into() })
 }
 
@@ -296,6 +317,12 @@ struct Consuming {
     session: Arc<Session>,
     unanswered: AtomicUsize,
     runtime: Handle,
+}
+
+impl Consuming {
+    fn is_alive(&self) -> bool {
+        self.session.connection.status().connected() && self.channel.status().connected()
+    }
 }
 
 impl Drop for Consuming {

@@ -5,7 +5,7 @@ use std::{
     time::Duration,
 };
 
-use tokio::time::Instant;
+use tokio::{sync::watch, time::Instant};
 
 use super::Engine;
 use crate::{
@@ -136,6 +136,10 @@ impl Engine {
         let before = *pace.borrow_and_update();
         let otherwise = |now: &Pace| *now != before && !matches!(now, Pace::Stuck { .. });
         let _ = pace.wait_for(otherwise).await;
+    }
+
+    pub(crate) fn pace_changes(&self) -> watch::Receiver<Pace> {
+        self.pace.subscribe()
     }
 
     /// Waits until the pace is another than this.

@@ -186,3 +186,28 @@ async fn a_shutdown_ends_though_no_hand_off_succeeds_and_nothing_is_lost() {
     scene.holds("work", 60).await;
     assert_eq!(scene.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
 }
+
+/// Neither for an answer, nor for the wait before the next try.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_does_not_wait_for_a_broker_that_is_away() {
+    let scene = Scene::new().await;
+    let ids = scene.fill(20).await;
+    let proxy = Proxy::start(broker_addr()).await;
+    let worker = Worker::start(&scene, proxy.url(&scene.url()), 20, 10).await;
+    proxy.refuse(true);
+    proxy.cut().await;
+    eventually("it is missed", PATIENCE, async || scene.journal.disconnected() >= 3).await;
+    let begun = Instant::now();
+    let shutdown = tokio::spawn({
+        let handle = worker.handle.clone();
+        async move { handle.shutdown(Duration::from_secs(60)).await }
+    });
+    worker.gate.add_permits(10);
+    within("shutdown", shutdown).await.unwrap();
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
+    within("how it went", worker.handle.stopped()).await.unwrap();
+    assert_eq!(worker.begun().len(), 10, "none was begun after");
+    scene.holds("work", 20).await;
+    assert_eq!(scene.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
+    assert!(scene.journal.handed_off().is_empty());
+}

@@ -32,6 +32,7 @@ pub(crate) struct Proxy {
 struct Line {
     refuse: AtomicBool,
     swallow_confirms: AtomicBool,
+    alarm: watch::Sender<bool>,
     stall: watch::Sender<bool>,
     opened: AtomicU64,
     publishes: AtomicU64,
@@ -42,8 +43,13 @@ struct Line {
 impl Proxy {
     /// `target` is the broker's `host:port`; it may be down for now.
     pub(crate) async fn start(target: impl Into<String>) -> Self {
+        Self::start_at(0, target).await
+    }
+
+    /// At a port that is known before.
+    pub(crate) async fn start_at(port: u16, target: impl Into<String>) -> Self {
         let target = target.into();
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
+        let listener = TcpListener::bind(("127.0.0.1", port)).await.expect("a port");
         let port = listener.local_addr().expect("an address").port();
         let line = Arc::new(Line::default());
         let connections = Arc::new(Mutex::new(JoinSet::new()));
@@ -64,6 +70,10 @@ impl Proxy {
         Self { port, line, connections, accepting }
     }
 
+    pub(crate) fn port(&self) -> u16 {
+        self.port
+    }
+
     /// `url`, but by way of this proxy.
     pub(crate) fn url(&self, url: &str) -> String {
         let mut uri = parse_uri(url);
@@ -81,6 +91,12 @@ impl Proxy {
     /// Reads and passes nothing in either direction, with the sockets open: a dead network.
     pub(crate) fn stall(&self, on: bool) {
         self.line.stall.send_replace(on);
+    }
+
+    /// What a broker does at a memory alarm: whoever publishes is told `connection.blocked`, and
+    /// nothing more is read from them until it is over.
+    pub(crate) fn alarm(&self, on: bool) {
+        self.line.alarm.send_replace(on);
     }
 
     /// Closes new connections as soon as they are made.
@@ -135,17 +151,22 @@ async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result
     broker.set_nodelay(true)?;
     let (client_in, client_out) = client.into_split();
     let (broker_in, broker_out) = broker.into_split();
+    let (client_out, broker_out) = (Output::new(client_out), Output::new(broker_out));
     tokio::try_join!(
-        pump(client_in, broker_out, From::Client, &line),
-        pump(broker_in, client_out, From::Broker, &line),
+        pump(client_in, (&broker_out, &client_out), From::Client, &line),
+        pump(broker_in, (&client_out, &broker_out), From::Broker, &line),
     )?;
     Ok(())
 }
 
-/// Carries one direction, frame by frame, until it ends; then the other side is told so.
+/// Written to by whole frames.
+type Output = tokio::sync::Mutex<OwnedWriteHalf>;
+
+/// Carries one direction, frame by frame, until it ends; then the other side is told so. `back` is
+/// the way to whoever sends.
 async fn pump(
     mut input: OwnedReadHalf,
-    mut output: OwnedWriteHalf,
+    (output, back): (&Output, &Output),
     from: From,
     line: &Line,
 ) -> io::Result<()> {
@@ -153,11 +174,28 @@ async fn pump(
     let mut frame = Vec::new();
     while read_frame(&mut input, &mut frame, &mut stall).await? {
         flowing(&mut stall).await;
+        if matches!(from, From::Client) && method(&frame) == Some((60, 40)) {
+            line.until_no_alarm(back).await?;
+        }
         if passes(&frame, from, line) {
-            output.write_all(&frame).await?;
+            output.lock().await.write_all(&frame).await?;
         }
     }
-    output.shutdown().await
+    output.lock().await.shutdown().await
+}
+
+impl Line {
+    async fn until_no_alarm(&self, publisher: &Output) -> io::Result<()> {
+        let mut alarm = self.alarm.subscribe();
+        if !*alarm.borrow() {
+            return Ok(());
+        }
+        let blocked = [1, 0, 0, 0, 0, 0, 8, 0, 10, 0, 60, 3, b'l', b'o', b'w', 0xCE];
+        publisher.lock().await.write_all(&blocked).await?;
+        let _ = alarm.wait_for(|alarm| !*alarm).await;
+        let unblocked = [1, 0, 0, 0, 0, 0, 4, 0, 10, 0, 61, 0xCE];
+        publisher.lock().await.write_all(&unblocked).await
+    }
 }
 
 /// Reads one whole frame, or answers `false` when the stream has ended.
@@ -195,17 +233,21 @@ fn frame_length(start: &[u8]) -> usize {
     }
 }
 
-fn passes(frame: &[u8], from: From, line: &Line) -> bool {
+/// The class and the method of a frame that holds one.
+fn method(frame: &[u8]) -> Option<(u16, u16)> {
     const METHOD: u8 = 1;
     let [METHOD, _, _, _, _, _, _, class_1, class_2, method_1, method_2, ..] = *frame else {
-        return true;
+        return None;
     };
-    let class = u16::from_be_bytes([class_1, class_2]);
-    let method = u16::from_be_bytes([method_1, method_2]);
-    match (from, class, method) {
-        (From::Client, 60, 40) => line.publishes.fetch_add(1, SeqCst),
-        (From::Client, 60, 80) => line.acks.fetch_add(1, SeqCst),
-        (From::Broker, 60, 80 | 120) if line.swallow_confirms.load(SeqCst) => {
+    Some((u16::from_be_bytes([class_1, class_2]), u16::from_be_bytes([method_1, method_2])))
+}
+
+fn passes(frame: &[u8], from: From, line: &Line) -> bool {
+    let Some(method) = method(frame) else { return true };
+    match (from, method) {
+        (From::Client, (60, 40)) => line.publishes.fetch_add(1, SeqCst),
+        (From::Client, (60, 80)) => line.acks.fetch_add(1, SeqCst),
+        (From::Broker, (60, 80 | 120)) if line.swallow_confirms.load(SeqCst) => {
             line.swallowed.fetch_add(1, SeqCst);
             return false;
         }
