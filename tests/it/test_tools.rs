@@ -79,6 +79,24 @@ async fn a_swallowed_confirm_never_comes_but_everything_else_does() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_line_that_is_cut_after_some_bytes_passes_no_half_frame_on_and_the_next_one_is_whole() {
+    let line = line().await;
+    // In the middle of the body.
+    line.proxy.cut_after(1_000);
+    let options = BasicPublishOptions::default();
+    let properties = BasicProperties::default();
+    let body = vec![7; 100_000];
+    let sent = line.channel.basic_publish("".into(), "work".into(), options, &body, properties);
+    assert!(within("the cut", async { sent.await?.await }).await.is_err());
+
+    let connection = connect(&line.proxy.url(&line.vhost.url())).await;
+    let channel = confirm_channel(&connection).await;
+    assert_eq!(count(&channel, "work").await, 0);
+    publish(&channel, "", "work", BasicProperties::default(), &body).await;
+    assert_eq!(line.proxy.opened(), 2);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stalled_line_passes_nothing_until_it_flows_again() {
     let line = line().await;
     let direct = connect(&line.vhost.url()).await;

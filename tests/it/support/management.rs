@@ -134,9 +134,9 @@ impl Management {
         self.list(&format!("vhosts/{}/connections", self.vhost))
     }
 
-    /// Closes a connection from the broker's side, as an operator does.
+    /// Closes a connection from the broker's side, as an operator does. It may be gone already.
     pub(crate) fn close_connection(&self, name: &str) {
-        self.delete(&format!("connections/{}", encode(name)));
+        self.try_delete(&format!("connections/{}", encode(name)));
     }
 
     pub(crate) fn consumers(&self) -> Vec<Value> {

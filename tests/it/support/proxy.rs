@@ -1,11 +1,12 @@
 //! A TCP proxy in front of the broker that understands AMQP frames and can misbehave on demand.
 
 use super::parse_uri;
+use rand::seq::SliceRandom;
 use std::{
     io,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+        atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst},
     },
 };
 use tokio::{
@@ -33,6 +34,8 @@ struct Line {
     refuse: AtomicBool,
     swallow_confirms: AtomicBool,
     alarm: watch::Sender<bool>,
+    /// Bytes that may still pass; without a limit if that is 0 or less.
+    bytes_left: AtomicI64,
     stall: watch::Sender<bool>,
     opened: AtomicU64,
     publishes: AtomicU64,
@@ -41,7 +44,8 @@ struct Line {
 }
 
 impl Proxy {
-    /// `target` is the broker's `host:port`; it may be down for now.
+    /// `target` is the broker's `host:port`; it may be down for now. Of several, with commas
+    /// between, each connection goes to one that takes it.
     pub(crate) async fn start(target: impl Into<String>) -> Self {
         Self::start_at(0, target).await
     }
@@ -110,6 +114,12 @@ impl Proxy {
         open.shutdown().await;
     }
 
+    /// Closes, on both sides, the connection that passes the last of the next `bytes`, mostly in the
+    /// middle of a frame.
+    pub(crate) fn cut_after(&self, bytes: u32) {
+        self.line.bytes_left.store(bytes.into(), SeqCst);
+    }
+
     /// Connections that clients have opened so far, the closed and the refused ones included.
     pub(crate) fn opened(&self) -> u64 {
         self.line.opened.load(SeqCst)
@@ -145,7 +155,7 @@ enum From {
 }
 
 async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result<()> {
-    let broker = TcpStream::connect(target).await?;
+    let broker = reach(&target).await?;
     // Without this, Nagle's algorithm would add some 40 ms to each small frame.
     client.set_nodelay(true)?;
     broker.set_nodelay(true)?;
@@ -157,6 +167,19 @@ async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result
         pump(broker_in, (&client_out, &broker_out), From::Broker, &line),
     )?;
     Ok(())
+}
+
+async fn reach(targets: &str) -> io::Result<TcpStream> {
+    let mut targets: Vec<&str> = targets.split(',').collect();
+    targets.shuffle(&mut rand::rng());
+    let mut last = io::Error::other("no target");
+    for target in targets {
+        match TcpStream::connect(target).await {
+            Ok(stream) => return Ok(stream),
+            Err(error) => last = error,
+        }
+    }
+    Err(last)
 }
 
 /// Written to by whole frames.
@@ -178,6 +201,16 @@ async fn pump(
             line.until_no_alarm(back).await?;
         }
         if passes(&frame, from, line) {
+            let length = i64::try_from(frame.len()).expect("a frame");
+            let left = line.bytes_left.fetch_sub(length, SeqCst);
+            if (1..=length).contains(&left) {
+                output
+                    .lock()
+                    .await
+                    .write_all(&frame[..usize::try_from(left).expect("positive")])
+                    .await?;
+                return Err(io::ErrorKind::ConnectionAborted.into());
+            }
             output.lock().await.write_all(&frame).await?;
         }
     }
