@@ -344,6 +344,9 @@ async fn what_a_process_gave_back_itself_is_no_suspect() {
     for kind in [QueueType::Quorum, QueueType::Classic] {
         let (shop, ids) = Shop::with_a_backlog(kind).await;
         let handle = shop.start(&Journal::default()).await;
+        // These two it keeps.
+        let at_work = async || shop.gate.receiver_count() == 2;
+        eventually("two are at work", PATIENCE, at_work).await;
         for _ in 0..10 {
             eventually("it has taken many", PATIENCE, async || {
                 count(&shop.scene.channel, WORK).await as usize <= JOBS - PREFETCH

@@ -12,7 +12,7 @@ use lapin_retry::{
     Settings, Severity,
 };
 use serde_json::{Value, json};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const LANE: &str = "work.retry.00600s";
 
@@ -362,10 +362,8 @@ async fn what_cannot_be_looked_at_is_told_and_fails_no_start() {
             None => settings,
         };
         assert!(!format!("{settings:?}").contains("hunter2"));
-        let before = Instant::now();
         let attaching = Retry::attach(scene.url(), WORK, settings);
         within("it starts", attaching).await.unwrap().close().await.unwrap();
-        assert!(before.elapsed() < Duration::from_secs(8), "{:?}", before.elapsed());
         let found = found(&journal);
         assert!(!format!("{found:?}").contains("hunter2"), "{found:?}");
         one(found, Severity::Unchecked, WORK, &["not looked at", says, &shield]);
