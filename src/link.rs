@@ -9,6 +9,7 @@ mod watched;
 use std::{fmt::Debug, sync::Arc, time::Duration};
 
 use futures_util::{StreamExt, future::BoxFuture, stream::BoxStream};
+use tokio::time::Instant;
 
 pub use self::broker::Broker;
 pub(crate) use self::{
@@ -31,6 +32,8 @@ pub(crate) const LINGER: Duration = Duration::from_secs(1);
 const ON_ITS_WAY: Duration = Duration::from_millis(250);
 /// How long the ack of a job that has just ended is on its way.
 const ALL_TAKEN: Duration = Duration::from_millis(50);
+/// Where jobs come all the time, that is enough.
+const TAKE_IN: Duration = Duration::from_secs(1);
 
 /// What the broker answered to a publish.
 #[derive(Debug)]
@@ -94,16 +97,17 @@ pub(crate) struct Subscription {
 }
 
 impl Subscription {
-    /// Takes in what is on its way, until nothing comes any more.
+    /// Takes in what is on its way, until nothing comes any more, for a second at most.
     ///
     /// What reaches the channel of a cancelled consumer the broker takes back by itself. Nobody here
     /// hears of it, and a quorum queue counts it towards its delivery limit before RabbitMQ 4.3.
     pub(crate) async fn take_in(&mut self) -> Vec<Incoming> {
-        let mut taken = Vec::new();
+        let (mut taken, end) = (Vec::new(), Instant::now() + TAKE_IN);
         loop {
             let full = self.control.unanswered() >= self.prefetch;
             let wait = if full { ALL_TAKEN } else { ON_ITS_WAY };
-            match tokio::time::timeout(wait, self.incoming.next()).await {
+            let until = end.min(Instant::now() + wait);
+            match tokio::time::timeout_at(until, self.incoming.next()).await {
                 Ok(Some(Ok(incoming))) => taken.push(incoming),
                 _ => return taken,
             }

@@ -158,16 +158,16 @@ impl Signs {
         if let Some(since) = draining {
             return Health::Draining { since };
         }
-        if let Some(Lost { since, error }) = self.lost.borrow_and_update().clone() {
-            return Health::Reconnecting { since, error };
-        }
-        let until = match pace {
-            Pace::Open { .. } => {
+        let lost = self.lost.borrow_and_update().clone();
+        let until = match (pace, lost) {
+            // In a pause nothing is tried, so that it may be long since the broker is back.
+            (Pace::Paused { until }, _) => until,
+            (Pace::Stuck { until, .. }, _) => Some(until),
+            (_, Some(Lost { since, error })) => return Health::Reconnecting { since, error },
+            (Pace::Probing, None) => None,
+            (Pace::Open { .. }, None) => {
                 return blocked.map_or(Health::Running, |since| Health::Blocked { since });
             }
-            Pace::Paused { until } => until,
-            Pace::Stuck { until, .. } => Some(until),
-            Pace::Probing => None,
         };
         Health::Paused { until: until.map(|until| self.engine.at(until)) }
     }

@@ -57,9 +57,28 @@ impl Run {
     }
 
     /// A suspect was met. From here on a crash tells which job it was.
-    pub(super) async fn meet_suspect(&self, intake: Intake) -> Ended {
+    pub(super) async fn meet_suspect(&self, mut intake: Intake, suspect: Arrived) -> Ended {
         self.engine.emit(&Event::OneByOne { queue: self.engine.queue() });
+        if suspect.suspicion == Suspicion::Count {
+            intake.arrived.push_back(suspect);
+            self.give_up(intake).await;
+            return Ended::Suspect;
+        }
+        // It is run now: sent to the tail of a queue that never runs empty, it would be met at full
+        // speed again and again.
         self.give_up(intake).await;
+        let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
+        tokio::select! {
+            biased;
+            () = &mut stop => self.engine.set_aside(suspect).await,
+            () = &mut pause => self.engine.set_aside(suspect).await,
+            () = self.engine.until_nothing_else_is_in_hand() => {
+                if let Some(job) = self.engine.admit(suspect) {
+                    let permit = self.permit().await;
+                    self.handlers.spawn(self.attempt(job, Turn::Open, permit));
+                }
+            }
+        }
         Ended::Suspect
     }
 
@@ -104,8 +123,10 @@ impl Run {
             if innocent && innocent_since.get_or_insert_with(Instant::now).elapsed() >= NO_MORE {
                 self.give_up(intake).await;
                 self.handlers.spawn(self.attempt(job, Turn::Open, permit));
-                let (queue, why) = (self.engine.queue(), Resumed::NoSuspects);
-                self.engine.emit(&Event::Resumed { queue, why });
+                if self.engine.is_open() {
+                    let (queue, why) = (self.engine.queue(), Resumed::NoSuspects);
+                    self.engine.emit(&Event::Resumed { queue, why });
+                }
                 return Ended::NoSuspects;
             }
             self.handlers.spawn(self.attempt(job, Turn::Open, permit));

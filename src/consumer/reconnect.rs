@@ -116,7 +116,7 @@ impl Tries {
 
     /// The wait before the next one; none if there is to be none.
     pub(super) fn after(&mut self, ended: Try, rng: &mut impl Rng) -> Option<Duration> {
-        if ended.lasted > STEADY {
+        if ended.consumed && ended.lasted > STEADY {
             self.backoff.reset();
         }
         self.failed = if ended.consumed { 0 } else { self.failed.saturating_add(1) };

@@ -161,7 +161,7 @@ impl Run {
     /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
     async fn serve(&self, subscription: Subscription, alone: bool) -> Ended {
         let mut intake = Intake::new(subscription);
-        let mut end = None;
+        let mut readable = false;
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
         let mut steady = pin!(tokio::time::sleep(STEADY));
@@ -169,10 +169,8 @@ impl Run {
         // them must be read, or none come any more, before they are known to be readable.
         let (mut judging, mut unread, mut idle) = (alone, self.how.prefetch, false);
         loop {
-            if intake.arrived.is_empty()
-                && let Some(end) = end.take()
-            {
-                return end;
+            if readable && intake.arrived.is_empty() {
+                return Ended::Readable;
             }
             let incoming = tokio::select! {
                 biased;
@@ -199,7 +197,7 @@ impl Run {
                     judging = false;
                     continue;
                 }
-                incoming = intake.subscription.incoming.next(), if end.is_none() => incoming,
+                incoming = intake.subscription.incoming.next(), if !readable => incoming,
                 permit = self.permit(), if !intake.arrived.is_empty() => {
                     if let Some(job) = intake.arrived.pop_front().and_then(|a| self.engine.admit(a)) {
                         self.handlers.spawn(self.attempt(job, Turn::Open, permit));
@@ -222,21 +220,23 @@ impl Run {
                     return Ended::Lost(error);
                 }
                 // What came before is still to be run.
-                None => {
-                    end = Some(if alone && !judging {
-                        Ended::Readable
-                    } else {
-                        Ended::Lost(self.cancelled_by_the_broker())
-                    });
+                None if alone && !judging => {
+                    readable = true;
                     continue;
+                }
+                // What came before may be back in the queue, or gone with it.
+                None => {
+                    for arrived in intake.arrived {
+                        self.engine.give_back(&*arrived.tag).await;
+                    }
+                    return Ended::Lost(self.cancelled_by_the_broker());
                 }
             };
             let arrived = self.engine.arrive(incoming);
-            let suspicion = arrived.suspicion;
-            intake.arrived.push_back(arrived);
-            if suspicion != Suspicion::Clear {
-                return self.meet_suspect(intake).await;
+            if arrived.suspicion != Suspicion::Clear {
+                return self.meet_suspect(intake, arrived).await;
             }
+            intake.arrived.push_back(arrived);
         }
     }
 
@@ -358,10 +358,11 @@ impl Run {
         }
     }
 
-    async fn wind_down(&self, mut intake: Option<Intake>) -> Result<(), Error> {
+    async fn wind_down(&self, intake: Option<Intake>) -> Result<(), Error> {
         let deadline = (*self.stopping.borrow()).map_or_else(Instant::now, |stop| stop.deadline);
-        if let Some(intake) = &mut intake {
-            let _ = tokio::time::timeout(FAREWELL, intake.give_back(&self.engine)).await;
+        let control = intake.as_ref().map(|intake| Arc::clone(&intake.subscription.control));
+        if let Some(intake) = intake {
+            self.give_up(intake).await;
         }
         self.engine.quiet();
         self.handlers.close();
@@ -376,8 +377,8 @@ impl Run {
         if let Err(error) = &closed {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }
-        if let Some(Intake { subscription, .. }) = intake {
-            let _ = tokio::time::timeout(FAREWELL, subscription.control.close()).await;
+        if let Some(control) = control {
+            let _ = tokio::time::timeout(FAREWELL, control.close()).await;
         }
         closed
     }

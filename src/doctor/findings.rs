@@ -71,6 +71,7 @@ fn merged(found: Vec<Finding>) -> Vec<Finding> {
     let told = |(mut finding, more): (Finding, usize)| {
         if more > 0 {
             finding.problem += &format!(" (the same on {more} more of its queues)");
+            finding.remedy += "; and likewise for the others, where this is for one queue";
         }
         finding
     };

@@ -76,7 +76,7 @@ impl Broker {
     ///
     /// # Errors
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): there are none, one of them is
-    /// no AMQP URL, or they differ in the vhost, which would be another queue.
+    /// no AMQP URL, or they differ in the vhost, which would be another queue, or in the user.
     pub fn any_of<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, Error> {
         let addresses = urls.into_iter().map(|url| parse(url.as_ref()));
         let addresses = addresses.collect::<Result<Vec<_>, _>>()?;
@@ -86,6 +86,13 @@ impl Broker {
         if addresses.iter().any(|address| address.vhost != first.vhost) {
             return Err(Error::configuration(
                 "broker: the addresses name different vhosts; those of one cluster have the same",
+            ));
+        }
+        // The broker takes no message whose user id is another's.
+        let user = |address: &AMQPUri| address.authority.userinfo.username.clone();
+        if addresses.iter().any(|address| user(address) != user(first)) {
+            return Err(Error::configuration(
+                "broker: the addresses name different users; use one for all nodes",
             ));
         }
         Ok(Self(Arc::new(Inner::new(Ok(addresses)))))

@@ -106,6 +106,12 @@ impl Engine {
         let _ = self.custody.in_hand.subscribe().wait_for(|n| *n <= most).await;
     }
 
+    /// Waits until all but one have an answer that the broker has worked off.
+    pub(crate) async fn until_nothing_else_is_in_hand(&self) {
+        self.until_in_hand(1).await;
+        self.until_answers_are_read().await;
+    }
+
     /// Waits until all have one that the broker has worked off.
     pub(crate) async fn until_nothing_is_in_hand(&self) {
         self.until_in_hand(0).await;
