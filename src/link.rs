@@ -132,7 +132,7 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;
     /// Verifies that a queue is there.
     fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>>;
-    /// All consumers of a broker share one connection. A `probe` has one of its own and a prefetch
+    /// All consumers of a broker share one connection. `alone` it has one of its own and a prefetch
     /// of 1: what kills it is a message of its own queue, and no other job is in its way.
     fn consume<'a>(
         &'a self,

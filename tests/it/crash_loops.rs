@@ -1,7 +1,8 @@
 //! A job that ends its process is buried, and none of those that were in hand with it. The workers
 //! are real processes, which a supervisor starts again.
 
-use crate::support::{Journal, PATIENCE, Scene, WORK, count, eventually, text, type_name};
+use crate::support::{Journal, PATIENCE, Scene, WORK, count, eventually, table, text, type_name};
+use lapin::types::{AMQPValue, FieldTable};
 use lapin_retry::{
     Builder, Event, Handle, Jitter, Job, QueueType, Resumed, RetryConsumer, RetryPolicy, Settings,
 };
@@ -11,7 +12,10 @@ use std::{
     io::Write,
     path::PathBuf,
     process::{Child, Command, Stdio},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering::SeqCst},
+    },
     time::{Duration, Instant},
 };
 use tokio::sync::watch;
@@ -414,4 +418,48 @@ async fn workers_that_give_back_to_each_other_do_not_go_one_by_one_for_ever() {
             handle.shutdown(Duration::from_secs(5)).await;
         }
     }
+}
+
+/// It would starve if it went to the tail of a queue that never runs empty.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_is_to_run_alone_runs_where_it_is_met() {
+    let scene = Scene::new().await;
+    let before = scene.fill(100).await;
+    let headers = table([
+        ("retry-queue", AMQPValue::LongString(WORK.into())),
+        ("retry-crash-count", AMQPValue::LongLongInt(1)),
+    ]);
+    scene.job("alone", headers, b"job").await;
+    for id in 0..300 {
+        scene.job(&format!("behind {id}"), FieldTable::default(), b"job").await;
+    }
+    let (journal, running) = (scene.journal.clone(), Arc::new(AtomicUsize::new(0)));
+    let beside = Arc::new(AtomicUsize::new(0));
+    let seen = Arc::clone(&beside);
+    let handle = RetryConsumer::builder(scene.url(), WORK)
+        .settings(settings().on_event(scene.journal.hook()))
+        .prefetch(10)
+        .handler(move |job: Job| {
+            let (journal, running, seen) =
+                (journal.clone(), Arc::clone(&running), Arc::clone(&seen));
+            async move {
+                journal.begin(&job);
+                let others = running.fetch_add(1, SeqCst);
+                tokio::time::sleep(Duration::from_millis(5)).await;
+                if job.id() == "alone" {
+                    seen.fetch_add(others + running.load(SeqCst) - 1, SeqCst);
+                }
+                running.fetch_sub(1, SeqCst);
+                Ok(())
+            }
+        })
+        .start()
+        .await
+        .unwrap();
+    scene.journal.is_done("alone").await;
+    handle.shutdown(Duration::from_secs(5)).await;
+    let attempts = scene.journal.attempts();
+    let place = attempts.iter().position(|attempt| attempt.job.id() == "alone").unwrap();
+    assert!(place <= before.len(), "after {place} others");
+    assert_eq!(beside.load(SeqCst), 0, "others ran beside it");
 }

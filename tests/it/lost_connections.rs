@@ -5,7 +5,7 @@ use crate::support::{
     eventually, settle_all, within,
 };
 use anyhow::anyhow;
-use lapin::options::QueueDeleteOptions;
+use lapin::{BasicProperties, options::QueueDeleteOptions};
 use lapin_retry::{Event, Job, QueueType, Retry, RetryConsumer};
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -236,5 +236,40 @@ async fn a_consumer_comes_back_when_its_deleted_queue_is_declared_again() {
     declare_work_queue(&scene.channel, "work", QueueType::Quorum).await;
     let ids = scene.fill(20).await;
     eventually("all are done", PATIENCE, async || scene.journal.finished() == ids).await;
+    within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
+}
+
+/// Those that it had prefetched are gone with their queue, or back in it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_consumer_that_was_cancelled_runs_nothing_more_and_waits_for_no_handler() {
+    let scene = Scene::new().await;
+    scene.fill(10).await;
+    let (journal, gate) = (scene.journal.clone(), Arc::new(Semaphore::new(0)));
+    let closed = Arc::clone(&gate);
+    let handle = RetryConsumer::builder(scene.url(), "work")
+        .settings(scene.settings())
+        .concurrency(1)
+        .handler(move |job: Job| {
+            let (journal, gate) = (journal.clone(), Arc::clone(&closed));
+            async move {
+                journal.begin(&job);
+                let _open = gate.acquire().await?;
+                Ok(())
+            }
+        })
+        .start()
+        .await
+        .unwrap();
+    eventually("one runs", PATIENCE, async || scene.journal.attempted() == 1).await;
+    scene.holds("work", 0).await;
+    let work = scene.channel.queue_delete("work".into(), QueueDeleteOptions::default()).await;
+    work.expect("deleted");
+    eventually("it is missed", PATIENCE, async || scene.journal.disconnected() >= 1).await;
+    declare_work_queue(&scene.channel, "work", QueueType::Quorum).await;
+    let job = BasicProperties::default().with_message_id("new".into());
+    scene.publish(job, b"job").await;
+    gate.add_permits(1);
+    scene.journal.is_done("new").await;
+    assert_eq!(scene.journal.attempted(), 2, "the one at work, and the new one");
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }
