@@ -2,7 +2,7 @@
 
 use std::{
     io,
-    net::Shutdown,
+    net::{Shutdown, SocketAddr},
     sync::{Mutex, PoisonError},
     time::Duration,
 };
@@ -23,6 +23,8 @@ use crate::{Error, ErrorKind};
 
 /// How long connecting may take. A broker that is stopped still accepts connections.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long one address of a host may take to accept.
+const REACH: Duration = Duration::from_secs(3);
 /// How often it is looked whether a broker is back.
 const LOOK: Duration = Duration::from_secs(2);
 /// In seconds, unless the address says otherwise or the broker wants less. A connection that is
@@ -146,6 +148,23 @@ impl From<lapin::Error> for NotConnected {
     }
 }
 
+/// The first of a host's addresses that takes a connection: one that swallows them is not to keep the
+/// others from their turn.
+async fn reach<T, F: Future<Output = io::Result<T>>>(
+    places: Vec<SocketAddr>,
+    connect: impl Fn(SocketAddr) -> F,
+) -> io::Result<T> {
+    let mut failed = io::Error::other("the host has no address");
+    for place in places {
+        match tokio::time::timeout(REACH, connect(place)).await {
+            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Err(error)) => failed = error,
+            Err(_) => failed = io::ErrorKind::TimedOut.into(),
+        }
+    }
+    Err(failed)
+}
+
 /// The socket is opened here and not by lapin, which keeps a task for every connection that it could
 /// not open, and a thread for as long as one is not refused.
 async fn connect(
@@ -155,8 +174,9 @@ async fn connect(
 ) -> Result<Connection, NotConnected> {
     let runtime = lapin::runtime::default_runtime()?;
     let host = uri.authority.host.as_str();
-    let places: Vec<_> = tokio::net::lookup_host((host, uri.authority.port)).await?.collect();
-    let mut stream = AsyncTcpStream::connect(&runtime, places).await?;
+    let mut places: Vec<_> = tokio::net::lookup_host((host, uri.authority.port)).await?.collect();
+    places.shuffle(&mut rand::rng());
+    let mut stream = reach(places, |place| AsyncTcpStream::connect(&runtime, vec![place])).await?;
     let AsyncTcpStream::Plain(socket) = &stream else { return Err(NotConnected::NoTls) };
     let line = Line(Some(SockRef::from(socket.get_ref()).try_clone()?));
     if uri.scheme == AMQPScheme::AMQPS {
@@ -193,4 +213,28 @@ fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
         String::new()
     };
     Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_address_that_swallows_connections_keeps_no_other_from_its_turn() {
+        let places: Vec<SocketAddr> = ["127.0.0.1:1", "127.0.0.2:1", "127.0.0.3:1"]
+            .map(|place| place.parse().unwrap())
+            .into();
+        let last = places[2];
+        let connect = |place: SocketAddr| async move {
+            match place.ip().to_string().as_str() {
+                "127.0.0.1" => std::future::pending().await,
+                "127.0.0.2" => Err(io::ErrorKind::ConnectionRefused.into()),
+                _ => Ok(place),
+            }
+        };
+        assert_eq!(reach(places.clone(), connect).await.unwrap(), last);
+        let refused = reach(places[..2].to_vec(), connect).await.unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+        assert_eq!(reach(Vec::new(), connect).await.unwrap_err().kind(), io::ErrorKind::Other);
+    }
 }

@@ -21,7 +21,7 @@ use lapin::{
     types::{FieldTable, ShortString},
 };
 
-use tokio::{runtime::Handle, sync::oneshot};
+use tokio::{runtime::Handle, sync::oneshot, time::Instant};
 
 use super::{
     Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
@@ -39,7 +39,7 @@ use crate::{
 const FRAME_MAX: u32 = 131_072;
 /// How long a declare, a check or a consume may take.
 const ANSWER: Duration = Duration::from_secs(30);
-/// How often an ack that is not written yet looks whether its channel died.
+/// How often who waits for an answer looks whether it can still come.
 const DEAD_CHECK: Duration = Duration::from_secs(1);
 
 /// One work queue's way to a broker.
@@ -253,11 +253,24 @@ async fn in_time<T>(
     shared: &Shared,
     session: &Session,
 ) -> Result<T, Error> {
-    tokio::time::timeout(ANSWER, asked).await.map_err(|_| {
+    let mut asked = pin!(asked);
+    let (end, mut dead) = (Instant::now() + ANSWER, false);
+    loop {
+        if let Ok(answer) = tokio::time::timeout(DEAD_CHECK, &mut asked).await {
+            return Ok(answer);
+        }
+        // What it has to say of its death may still be on its way.
+        let was_dead = std::mem::replace(&mut dead, !session.connection.status().connected());
+        let why = if was_dead && dead {
+            "the connection died".to_owned()
+        } else if Instant::now() >= end {
+            format!("the broker did not answer within {ANSWER:?}")
+        } else {
+            continue;
+        };
         shared.retire(session.number);
-        let text = format!("{what}: the broker did not answer within {ANSWER:?}");
-        Error::new(ErrorKind::Connection, text)
-    })
+        return Err(Error::new(ErrorKind::Connection, format!("{what}: {why}")));
+    }
 }
 
 /// Why a consumer has ended. Every consumer on a connection is told the same, whichever queue the
