@@ -3,8 +3,10 @@
 //! and of the next one. The only cure is more stack, by `RUST_MIN_STACK`.
 
 use crate::support::{
-    HEADERS, Journal, RawPublisher, Scene, WORK, header, quick, raw_table, short, text,
+    BURIED, HEADERS, Journal, RawPublisher, Scene, WORK, connect, header, quick, raw_table, short,
+    text,
 };
+use lapin::options::BasicGetOptions;
 use lapin_retry::{Job, RetryConsumer};
 use std::{process::Output, time::Duration};
 
@@ -12,12 +14,12 @@ use std::{process::Output, time::Duration};
 const LEVELS: usize = 4_000;
 const CHILD: &str = "LAPIN_RETRY_TEST_CHILD";
 
-/// Runs the calling test once more in a process of its own.
-fn in_a_child(stack: &str) -> Output {
+/// Runs the calling test once more in a process of its own, in the vhost at `url`.
+fn in_a_child(url: &str, stack: &str) -> Output {
     let this = std::thread::current().name().expect("the test's name").to_owned();
     std::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &this, "--nocapture"])
-        .env(CHILD, "1")
+        .env(CHILD, url)
         .env("RUST_MIN_STACK", stack)
         .output()
         .unwrap()
@@ -35,31 +37,40 @@ fn nested(levels: usize) -> Vec<u8> {
     raw_table(&[&short(b"deep"), &b"F"[..], &backwards].concat())
 }
 
-/// A failed job with deeply nested headers makes every trip and is buried.
-async fn retried_and_buried() {
-    let scene = Scene::new().await;
-    RawPublisher::connect(&scene.url()).publish(WORK, HEADERS, &nested(LEVELS), b"bad");
+/// A failed job with deeply nested headers makes every trip and is buried. The vhost is the parent's,
+/// for this process may not live to delete it.
+async fn retried_and_buried(url: &str) {
     let journal = Journal::default();
-    let handle = RetryConsumer::builder(scene.url(), WORK)
+    let handle = RetryConsumer::builder(url, WORK)
         .policy(quick())
         .on_event(journal.hook())
         .handler(|_: Job| async { anyhow::bail!("no use") })
         .start()
         .await
         .unwrap();
-    let message = scene.buried(1).await.into_values().next().unwrap();
-    assert!(header(&message.properties, "deep").is_some());
-    assert!(text(&message.properties, "buried-reason").is_some());
+    journal.until_buried(1).await;
+    let channel = connect(url).await.create_channel().await.unwrap();
+    let buried = channel.basic_get(BURIED.into(), BasicGetOptions { no_ack: true }).await.unwrap();
+    let properties = buried.expect("a buried job").delivery.properties;
+    assert!(header(&properties, "deep").is_some());
+    assert!(text(&properties, "buried-reason").is_some());
     journal.nothing_broke();
     handle.shutdown(Duration::from_secs(5)).await;
 }
 
+async fn with_a_nested_job() -> Scene {
+    let scene = Scene::new().await;
+    RawPublisher::connect(&scene.url()).publish(WORK, HEADERS, &nested(LEVELS), b"bad");
+    scene
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn deeply_nested_headers_end_the_process_of_a_lapin_consumer() {
-    if std::env::var_os(CHILD).is_some() {
-        return retried_and_buried().await;
+    if let Ok(url) = std::env::var(CHILD) {
+        return retried_and_buried(&url).await;
     }
-    let output = in_a_child("2097152");
+    let scene = with_a_nested_job().await;
+    let output = in_a_child(&scene.url(), "2097152");
     assert!(!output.status.success());
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("lapin-io-loop") && said.contains("overflowed its stack"), "{said}");
@@ -67,9 +78,10 @@ async fn deeply_nested_headers_end_the_process_of_a_lapin_consumer() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn with_a_larger_stack_deeply_nested_headers_are_retried_and_buried() {
-    if std::env::var_os(CHILD).is_some() {
-        return retried_and_buried().await;
+    if let Ok(url) = std::env::var(CHILD) {
+        return retried_and_buried(&url).await;
     }
-    let output = in_a_child("536870912");
+    let scene = with_a_nested_job().await;
+    let output = in_a_child(&scene.url(), "536870912");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
