@@ -196,11 +196,15 @@ async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
     assert_eq!((notes.runs[&poison].len(), supervisor.deaths), (company + 3, company + 3));
     let innocent = |id: &&String| **id != poison;
     let steps = notes.runs.iter().filter(|(id, _)| **id != poison).flat_map(|(_, runs)| runs).max();
-    // What is on its way to a consumer when it is cancelled the broker takes back by itself, and before
-    // 4.3 that looks like a crash to the next process: 1 of 20 runs on a loaded machine saw one.
+    // What is on its way to a consumer when it is cancelled the broker takes back by itself, and a
+    // quorum queue before 4.3 counts that like a crash: 1 of 20 runs on a loaded machine saw one.
+    let counts = kind == QueueType::Quorum && scene.vhost.api().version() < (4, 3);
     let twice = notes.suspected.iter().filter(|(id, crashes)| innocent(id) && crashes.len() > 1);
     let twice: Vec<_> = twice.collect();
-    assert!(twice.len() <= 1, "innocents that were taken for suspects twice: {twice:?}");
+    assert!(
+        twice.len() <= usize::from(counts),
+        "innocents that were taken for suspects twice: {twice:?}"
+    );
     assert!(twice.iter().all(|(_, crashes)| crashes.len() == 2), "{twice:?}");
     let suspects = notes.suspected.len();
     println!(

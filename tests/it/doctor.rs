@@ -92,14 +92,6 @@ fn one(mut found: Vec<Finding>, severity: Severity, queue: &str, parts: &[&str])
     finding
 }
 
-/// The broker's major and minor version.
-fn version(scene: &Scene) -> (u32, u32) {
-    let overview = scene.vhost.api().get("overview").unwrap();
-    let version = overview["rabbitmq_version"].as_str().unwrap();
-    let mut parts = version.split('.').map(|part| part.parse().unwrap());
-    (parts.next().unwrap(), parts.next().unwrap())
-}
-
 /// Does what `rabbitmqctl set_policy` in a remedy does, through the management API.
 fn obey(scene: &Scene, finding: &Finding) {
     let command =
@@ -167,7 +159,7 @@ async fn a_work_queue_that_vanishes_is_told_of() {
     one(expires, Severity::Loss, WORK, &["its own argument", "3600000 ms", "without x-expires"]);
 
     let scene = Scene::bare().await;
-    if version(&scene) < (4, 3) {
+    if scene.vhost.api().version() < (4, 3) {
         declare(&scene, QueueDeclareOptions::default(), FieldTable::default()).await;
         let transient = findings(&scene).await;
         one(transient, Severity::Loss, WORK, &["not durable", "declare it durable"]);
@@ -201,7 +193,7 @@ async fn a_policy_on_the_work_queue_is_mended_by_the_command_that_is_told() {
 async fn a_delivery_limit_that_would_drop_jobs_is_told_of_and_mended_by_its_command() {
     let scene = Scene::new().await;
     let by_default = findings(&scene).await;
-    if version(&scene) < (4, 0) {
+    if scene.vhost.api().version() < (4, 0) {
         assert_eq!(by_default, [], "no limit by default");
         scene.vhost.api().set_policy("limit", "^work$", 3, &json!({ "delivery-limit": 20 }));
     } else {
@@ -249,7 +241,7 @@ async fn a_consumer_timeout_under_the_handler_timeout_is_told_of_where_the_broke
     start(500).await;
     assert_eq!(found(&journal), []);
     start(570).await;
-    if version(&scene) < (4, 0) {
+    if scene.vhost.api().version() < (4, 0) {
         assert_eq!(found(&journal), [], "3.10 heeds none");
         return;
     }

@@ -22,9 +22,9 @@ struct Worker(Child);
 
 impl Worker {
     fn start(url: &str) -> Self {
-        let this = "memory::as_the_worker_of_another_test_every_job_fails";
+        let this = std::thread::current().name().expect("the test's name").to_owned();
         let command = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", this, "--ignored"])
+            .args(["--exact", &this])
             .env(WORKER, url)
             .spawn();
         Self(command.unwrap())
@@ -46,10 +46,7 @@ impl Drop for Worker {
     }
 }
 
-#[tokio::test(flavor = "multi_thread")]
-#[ignore = "started by the test below, as a process of its own"]
-async fn as_the_worker_of_another_test_every_job_fails() {
-    let Ok(url) = std::env::var(WORKER) else { return };
+async fn fail_every_job(url: &str) {
     let consumer = RetryConsumer::builder(url, WORK)
         .policy(RetryPolicy::new([36_000]).jitter(Jitter::Equal))
         .handler(|_: Job| async { Err(anyhow!("no")) });
@@ -87,6 +84,9 @@ async fn jobs(scene: &Scene, jobs: usize, waiting: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn jobs_that_wait_in_lanes_cost_the_worker_no_memory() {
+    if let Ok(url) = std::env::var(WORKER) {
+        return fail_every_job(&url).await;
+    }
     let scene = Scene::new().await;
     let more = std::env::var(JOBS).map_or(20_000, |jobs| jobs.parse().unwrap());
     let worker = Worker::start(&scene.url());

@@ -130,6 +130,14 @@ impl Management {
 
     /// The vhost's connections; `name` is what [`close_connection`](Self::close_connection) wants,
     /// `user_provided_name` the one given by the client.
+    /// The broker's major and minor version.
+    pub(crate) fn version(&self) -> (u32, u32) {
+        let overview = self.get("overview").expect("an overview");
+        let version = overview["rabbitmq_version"].as_str().expect("a version");
+        let mut parts = version.split('.').map(|part| part.parse().expect("a number"));
+        (parts.next().expect("major"), parts.next().expect("minor"))
+    }
+
     pub(crate) fn connections(&self) -> Vec<Value> {
         self.list(&format!("vhosts/{}/connections", self.vhost))
     }
