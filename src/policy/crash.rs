@@ -37,6 +37,9 @@ pub(crate) struct Suspects {
     /// How many more it suspects for what a classic queue says. After a broker was killed, a classic
     /// queue says of everything in it that it was delivered before.
     doubts: usize,
+    /// Jobs sent back to be run alone that may have been on their way to a consumer when it was
+    /// cancelled. Those the broker returns by itself, and before 4.3 a quorum queue counts it.
+    adrift: usize,
     /// It has counted a lone crash. The process before it died of one job, whatever else looks so.
     counted: bool,
 }
@@ -56,12 +59,26 @@ impl Suspects {
         self.returned = self.returned.max(jobs.into());
     }
 
+    /// It cancels its consumer amid suspects, to take them one by one.
+    pub(crate) fn cancel(&mut self, prefetch: u16) {
+        self.adrift = prefetch.into();
+    }
+
+    /// The suspects are through, and what was adrift with them.
+    pub(crate) fn are_through(&mut self) {
+        self.adrift = 0;
+    }
+
     /// Of a delivery, once. `lone_runs` is how often it was sent back to be run alone.
     pub(crate) fn look(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
         let ours = interrupted != Interrupted::Never && take(&mut self.returned);
         if lone_runs > 0 {
             let crashed = !matches!(interrupted, Interrupted::Never | Interrupted::Times(0));
-            if !crashed || ours || std::mem::replace(&mut self.counted, true) {
+            if !crashed
+                || ours
+                || take(&mut self.adrift)
+                || std::mem::replace(&mut self.counted, true)
+            {
                 return Suspicion::Alone;
             }
             return Suspicion::Count;
@@ -119,6 +136,19 @@ mod tests {
     fn of_one_process_one_job_at_most_is_counted_as_what_ended_the_one_before() {
         let mut process = a_new_process();
         assert_eq!([(); 3].map(|()| process.look(Times(1), 1)), [Count, Alone, Alone]);
+    }
+
+    #[test]
+    fn what_was_on_its_way_to_a_cancelled_consumer_has_crashed_nothing_alone() {
+        let mut process = a_new_process();
+        process.cancel(1);
+        assert_eq!(process.look(Times(3), 0), Count, "a crash in company is no matter of a cancel");
+        assert_eq!([(); 2].map(|()| process.look(Times(1), 1)), [Alone, Count], "no more than it");
+
+        let mut process = a_new_process();
+        process.cancel(1);
+        process.are_through();
+        assert_eq!(process.look(Times(1), 1), Count);
     }
 
     #[test]

@@ -77,7 +77,7 @@ fn append(path: &PathBuf) -> File {
     OpenOptions::new().create(true).append(true).open(path).expect("the notes")
 }
 
-/// One write, so that a line is whole or not there.
+/// One write, so that no other writer's comes between.
 fn note(mut file: &File, line: &str) {
     file.write_all(format!("{line}\n").as_bytes()).expect("noted");
 }
@@ -127,7 +127,9 @@ impl Supervisor {
 
     fn notes(&self) -> Notes {
         let mut notes = Notes::default();
-        for line in std::fs::read_to_string(&self.notes).unwrap().lines() {
+        let text = std::fs::read_to_string(&self.notes).unwrap();
+        // The last line may be half written.
+        for line in text.rsplit_once('\n').map_or("", |(whole, _)| whole).lines() {
             let words: Vec<&str> = line.split(' ').collect();
             let (id, number) = (words[1].to_owned(), || words[2].parse::<i64>().unwrap());
             match words[0] {
@@ -196,16 +198,9 @@ async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
     assert_eq!((notes.runs[&poison].len(), supervisor.deaths), (company + 3, company + 3));
     let innocent = |id: &&String| **id != poison;
     let steps = notes.runs.iter().filter(|(id, _)| **id != poison).flat_map(|(_, runs)| runs).max();
-    // What is on its way to a consumer when it is cancelled the broker takes back by itself, and a
-    // quorum queue before 4.3 counts that like a crash: 1 of 20 runs on a loaded machine saw one.
-    let counts = kind == QueueType::Quorum && scene.vhost.api().version() < (4, 3);
     let twice = notes.suspected.iter().filter(|(id, crashes)| innocent(id) && crashes.len() > 1);
     let twice: Vec<_> = twice.collect();
-    assert!(
-        twice.len() <= usize::from(counts),
-        "innocents that were taken for suspects twice: {twice:?}"
-    );
-    assert!(twice.iter().all(|(_, crashes)| crashes.len() == 2), "{twice:?}");
+    assert!(twice.is_empty(), "innocents that were taken for suspects twice: {twice:?}");
     let suspects = notes.suspected.len();
     println!(
         "{} at {at}: {} deaths, {suspects} suspects, at most {} steps, {took:?}",
