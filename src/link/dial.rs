@@ -2,11 +2,12 @@
 
 use std::{
     io,
-    net::{Shutdown, SocketAddr},
+    net::Shutdown,
     sync::{Mutex, PoisonError},
     time::Duration,
 };
 
+use futures_util::{StreamExt, stream::FuturesUnordered};
 use lapin::{
     AsyncTcpStream, Connection, ConnectionState,
     uri::{AMQPScheme, AMQPUri},
@@ -23,8 +24,8 @@ use crate::{Error, ErrorKind};
 
 /// How long connecting may take. A broker that is stopped still accepts connections.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long one address of a host may take to accept.
-const REACH: Duration = Duration::from_secs(3);
+/// How long the next address waits for one that neither answers nor fails.
+const HEAD_START: Duration = Duration::from_secs(2);
 /// How often it is looked whether a broker is back.
 const LOOK: Duration = Duration::from_secs(2);
 /// In seconds, unless the address says otherwise or the broker wants less. A connection that is
@@ -55,23 +56,37 @@ impl Drop for Line {
 
 /// To the first of the broker's addresses that answers, in random order.
 pub(super) async fn open(broker: &Broker, purpose: Purpose) -> Result<Connection, Error> {
-    let mut addresses: Vec<_> = broker.addresses()?.iter().collect();
+    let mut addresses = broker.addresses()?.to_vec();
     addresses.shuffle(&mut rand::rng());
-    let mut failed: Option<Error> = None;
-    for uri in addresses {
-        match open_one(broker, uri.clone(), purpose).await {
-            Ok(opened) => return Ok(opened),
-            Err(error) => {
-                failed = Some(match failed {
-                    None => error,
-                    Some(before) => {
-                        Error::new(error.kind(), format!("{before}; {error}")).because(error)
-                    }
-                });
-            }
+    let opening = first(addresses, |uri| open_one(broker, uri, purpose));
+    opening.await.map_err(|failed| {
+        let together = failed.into_iter().reduce(|before, error| {
+            Error::new(error.kind(), format!("{before}; {error}")).because(error)
+        });
+        together.unwrap_or_else(no_address)
+    })
+}
+
+/// What comes of the first place that works, or why none does. One that keeps silent stays in the
+/// race, but it does not keep the others from their turn.
+async fn first<P, T, E, F: Future<Output = Result<T, E>>>(
+    places: Vec<P>,
+    connect: impl Fn(P) -> F,
+) -> Result<T, Vec<E>> {
+    let mut places = places.into_iter();
+    let mut trying = FuturesUnordered::new();
+    let mut failed = Vec::new();
+    loop {
+        trying.extend(places.next().map(&connect));
+        tokio::select! {
+            tried = trying.next() => match tried {
+                Some(Ok(opened)) => return Ok(opened),
+                Some(Err(error)) => failed.push(error),
+                None => return Err(failed),
+            },
+            () = tokio::time::sleep(HEAD_START), if places.len() > 0 => {}
         }
     }
-    Err(failed.unwrap_or_else(no_address))
 }
 
 /// Waits until a broker that took no connections takes them again. One that always did, behind a load
@@ -148,23 +163,6 @@ impl From<lapin::Error> for NotConnected {
     }
 }
 
-/// The first of a host's addresses that takes a connection: one that swallows them is not to keep the
-/// others from their turn.
-async fn reach<T, F: Future<Output = io::Result<T>>>(
-    places: Vec<SocketAddr>,
-    connect: impl Fn(SocketAddr) -> F,
-) -> io::Result<T> {
-    let mut failed = io::Error::other("the host has no address");
-    for place in places {
-        match tokio::time::timeout(REACH, connect(place)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => failed = error,
-            Err(_) => failed = io::ErrorKind::TimedOut.into(),
-        }
-    }
-    Err(failed)
-}
-
 /// The socket is opened here and not by lapin, which keeps a task for every connection that it could
 /// not open, and a thread for as long as one is not refused.
 async fn connect(
@@ -176,7 +174,10 @@ async fn connect(
     let host = uri.authority.host.as_str();
     let mut places: Vec<_> = tokio::net::lookup_host((host, uri.authority.port)).await?.collect();
     places.shuffle(&mut rand::rng());
-    let mut stream = reach(places, |place| AsyncTcpStream::connect(&runtime, vec![place])).await?;
+    let reaching = first(places, |place| AsyncTcpStream::connect(&runtime, vec![place]));
+    let mut stream = reaching.await.map_err(|mut failed| {
+        failed.pop().unwrap_or_else(|| io::Error::other("the host has no address"))
+    })?;
     let AsyncTcpStream::Plain(socket) = &stream else { return Err(NotConnected::NoTls) };
     let line = Line(Some(SockRef::from(socket.get_ref()).try_clone()?));
     if uri.scheme == AMQPScheme::AMQPS {
@@ -221,20 +222,38 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_address_that_swallows_connections_keeps_no_other_from_its_turn() {
-        let places: Vec<SocketAddr> = ["127.0.0.1:1", "127.0.0.2:1", "127.0.0.3:1"]
-            .map(|place| place.parse().unwrap())
-            .into();
-        let last = places[2];
-        let connect = |place: SocketAddr| async move {
-            match place.ip().to_string().as_str() {
-                "127.0.0.1" => std::future::pending().await,
-                "127.0.0.2" => Err(io::ErrorKind::ConnectionRefused.into()),
-                _ => Ok(place),
+        #[derive(Clone, Copy)]
+        enum Place {
+            Silent,
+            Refuses,
+            Takes,
+            Late,
+        }
+        use Place::*;
+        let connect = |place| async move {
+            match place {
+                Silent => std::future::pending().await,
+                Refuses => Err("refused"),
+                Takes => Ok("taken"),
+                Late => {
+                    tokio::time::sleep(HEAD_START + HEAD_START / 2).await;
+                    Ok("late")
+                }
             }
         };
-        assert_eq!(reach(places.clone(), connect).await.unwrap(), last);
-        let refused = reach(places[..2].to_vec(), connect).await.unwrap_err();
-        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
-        assert_eq!(reach(Vec::new(), connect).await.unwrap_err().kind(), io::ErrorKind::Other);
+        for (places, expected, took) in [
+            (vec![Takes, Silent], Ok("taken"), 0),
+            (vec![Refuses, Takes], Ok("taken"), 0),
+            (vec![Silent, Refuses, Takes], Ok("taken"), 1),
+            (vec![Silent, Silent, Takes], Ok("taken"), 2),
+            // It has had its turn, and wins all the same.
+            (vec![Late, Silent, Takes], Ok("late"), 1),
+            (vec![Refuses, Refuses], Err(vec!["refused"; 2]), 0),
+            (vec![], Err(vec![]), 0),
+        ] {
+            let began = tokio::time::Instant::now();
+            assert_eq!(first(places, connect).await, expected);
+            assert_eq!(began.elapsed().as_secs() / HEAD_START.as_secs(), took);
+        }
     }
 }
