@@ -23,8 +23,8 @@ const UNREADABLE: Duration = Duration::from_secs(5 * 60);
 ///
 /// The wait before the n-th try in a row is drawn from `0..min(max, first * 2^(n - 1))` (full
 /// jitter), so that workers that lost their broker together do not come back together. Having
-/// consumed for 30 s ends the row. A broker that took no connections at all is looked for every 2 s,
-/// and its return ends the wait.
+/// consumed for 30 s ends the row. A broker that did not answer at all is looked for every 2 s, and its
+/// return ends the wait. With TLS, one that takes connections counts as one that answers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Reconnect {

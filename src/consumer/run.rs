@@ -26,6 +26,9 @@ use crate::{
 /// How long the broker may take to answer a cancel or a close before it is left alone.
 pub(super) const FAREWELL: Duration = Duration::from_secs(5);
 
+/// A wait that ends soon anyway is not worth a look whether the broker is back: its log tells of each.
+const SOON: Duration = Duration::from_secs(2);
+
 /// The order to stop.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Stop {
@@ -113,7 +116,8 @@ impl Run {
                 () = self.stop() => break None,
                 () = tokio::time::sleep(wait) => {}
                 // Those who share a connection draw again how soon it is opened.
-                () = self.engine.until_broker_is_back(), if kind == ErrorKind::Connection => {}
+                () = self.engine.until_broker_is_back(),
+                    if kind == ErrorKind::Connection && wait > SOON => {}
             }
         };
         let wound_down = self.wind_down(last).await;

@@ -14,7 +14,10 @@ use lapin::{
 };
 use rand::seq::SliceRandom;
 use socket2::{SockRef, Socket};
-use tokio::net::TcpStream;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::TcpStream,
+};
 
 use super::{
     Broker,
@@ -28,6 +31,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 const HEAD_START: Duration = Duration::from_secs(2);
 /// How often it is looked whether a broker is back.
 const LOOK: Duration = Duration::from_secs(2);
+/// The protocol and its version, with which a client begins.
+const GREETING: &[u8] = b"AMQP\0\0\x09\x01";
 /// In seconds, unless the address says otherwise or the broker wants less. A connection that is
 /// silent for twice as long is dead.
 const HEARTBEAT: u16 = 20;
@@ -89,29 +94,34 @@ async fn first<P, T, E, F: Future<Output = Result<T, E>>>(
     }
 }
 
-/// Waits until a broker that took no connections takes them again. One that always did, behind a load
-/// balancer, say, is not waited for: that it takes connections says nothing.
+/// Waits until a broker that was away greets again. One that never ceased to is not waited for: that
+/// it greets says nothing.
 pub(super) async fn until_back(broker: &Broker) {
-    if is_listening(broker).await {
+    if greets(broker).await {
         return std::future::pending().await;
     }
     loop {
         tokio::time::sleep(LOOK).await;
-        if is_listening(broker).await {
+        if greets(broker).await {
             return;
         }
     }
 }
 
-async fn is_listening(broker: &Broker) -> bool {
-    for uri in broker.addresses().unwrap_or_default() {
-        let (host, port) = (uri.authority.host.as_str(), uri.authority.port);
-        let connecting = tokio::time::timeout(LOOK, TcpStream::connect((host, port)));
-        if let Ok(Ok(_)) = connecting.await {
-            return true;
+/// Whether a broker answers at some address. That it takes connections says nothing: a load balancer
+/// takes them without one, and the system does for a process that is stopped. Behind TLS it has to do.
+async fn greets(broker: &Broker) -> bool {
+    let addresses = broker.addresses().unwrap_or_default().to_vec();
+    let greeting = first(addresses, async |AMQPUri { scheme, authority, .. }| {
+        let mut stream = TcpStream::connect((authority.host, authority.port)).await?;
+        if scheme == AMQPScheme::AMQP {
+            stream.write_all(GREETING).await?;
+            // The first byte of its own greeting.
+            stream.read_exact(&mut [0]).await?;
         }
-    }
-    false
+        Ok::<_, io::Error>(())
+    });
+    matches!(tokio::time::timeout(LOOK, greeting).await, Ok(Ok(())))
 }
 
 pub(super) fn no_address() -> Error {
