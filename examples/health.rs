@@ -5,6 +5,8 @@
 //! curl -i http://127.0.0.1:8080/
 //! ```
 //!
+//! `HEALTH_ADDR` in the environment is another address to listen at.
+//!
 //! Answers 200 while the consumer takes jobs, and 503 with the reason while it does not: paused,
 //! without its broker, blocked by it, or stopping. As a *readiness* check that is what you want; as a
 //! *liveness* check it is not, for a restart brings no broker back.
