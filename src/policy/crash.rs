@@ -37,9 +37,9 @@ pub(crate) struct Suspects {
     /// How many more it suspects for what a classic queue says. After a broker was killed, a classic
     /// queue says of everything in it that it was delivered before.
     doubts: usize,
-    /// Jobs sent back to be run alone that may have been on their way to a consumer when it was
-    /// cancelled. Those the broker returns by itself, and before 4.3 a quorum queue counts it.
-    adrift: usize,
+    /// How many it sent back to be run alone. What is on its way to a consumer at a cancel the broker
+    /// returns by itself, and before 4.3 a quorum queue counts that: of these it says nothing.
+    marked: usize,
     /// It has counted a lone crash. The process before it died of one job, whatever else looks so.
     counted: bool,
 }
@@ -59,16 +59,6 @@ impl Suspects {
         self.returned = self.returned.max(jobs.into());
     }
 
-    /// It cancels its consumer amid suspects, to take them one by one.
-    pub(crate) fn cancel(&mut self, prefetch: u16) {
-        self.adrift = prefetch.into();
-    }
-
-    /// The suspects are through, and what was adrift with them.
-    pub(crate) fn are_through(&mut self) {
-        self.adrift = 0;
-    }
-
     /// Of a delivery, once. `lone_runs` is how often it was sent back to be run alone.
     pub(crate) fn look(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
         let ours = interrupted != Interrupted::Never && take(&mut self.returned);
@@ -76,7 +66,7 @@ impl Suspects {
             let crashed = !matches!(interrupted, Interrupted::Never | Interrupted::Times(0));
             if !crashed
                 || ours
-                || take(&mut self.adrift)
+                || take(&mut self.marked)
                 || std::mem::replace(&mut self.counted, true)
             {
                 return Suspicion::Alone;
@@ -88,6 +78,7 @@ impl Suspects {
             Interrupted::Times(n) => n >= if ours { FAR } else { SUSPECT },
             Interrupted::Before => !ours && take(&mut self.doubts),
         };
+        self.marked = self.marked.saturating_add(suspect.into());
         if suspect { Suspicion::Count } else { Suspicion::Clear }
     }
 }
@@ -139,16 +130,10 @@ mod tests {
     }
 
     #[test]
-    fn what_was_on_its_way_to_a_cancelled_consumer_has_crashed_nothing_alone() {
+    fn what_this_process_sent_back_to_be_run_alone_has_ended_no_other() {
         let mut process = a_new_process();
-        process.cancel(1);
-        assert_eq!(process.look(Times(3), 0), Count, "a crash in company is no matter of a cancel");
+        assert_eq!(process.look(Times(3), 0), Count);
         assert_eq!([(); 2].map(|()| process.look(Times(1), 1)), [Alone, Count], "no more than it");
-
-        let mut process = a_new_process();
-        process.cancel(1);
-        process.are_through();
-        assert_eq!(process.look(Times(1), 1), Count);
     }
 
     #[test]
