@@ -24,8 +24,7 @@ impl Engine {
             return None;
         }
         if self.is_finished(&job) {
-            let (engine, event) = (Arc::clone(self), Event::AlreadyDone { job: job.clone() });
-            self.spawn(async move { engine.ack(&job, &*tag, event).await });
+            self.ack(job, tag, |job| Event::AlreadyDone { job }, |_| {});
             return None;
         }
         // Its handler has run: all that is left to do is what was decided then.

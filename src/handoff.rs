@@ -32,7 +32,7 @@ impl HandOff {
     }
 
     /// One try. The slot is free again when it is over.
-    pub(crate) async fn publish(&self, copy: &Outgoing, _slot: Slot) -> Confirmed {
+    pub(crate) async fn publish(&self, copy: Outgoing, _slot: Slot) -> Confirmed {
         self.link.publish(copy).await
     }
 

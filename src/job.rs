@@ -1,6 +1,9 @@
 //! What a handler sees of a job.
 
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
 use lapin::BasicProperties;
 use rand::RngExt;
@@ -22,19 +25,15 @@ pub struct Job(Arc<Inner>);
 struct Inner {
     message: Arc<Message>,
     story: Story,
-    id: String,
+    /// Made when it is asked for, if the publisher set none.
+    made_id: OnceLock<String>,
     received: Instant,
 }
 
 impl Job {
     pub(crate) fn new(message: Message, story: Story) -> Self {
-        // Made when absent, so that a handler can tell a duplicate of a later attempt.
-        let id = match message.properties.message_id() {
-            Some(id) if !id.as_str().is_empty() => id.to_string(),
-            _ => format!("{:032x}", rand::rng().random::<u128>()),
-        };
-        let received = Instant::now();
-        Self(Arc::new(Inner { message: Arc::new(message), story, id, received }))
+        let (made_id, received) = (OnceLock::new(), Instant::now());
+        Self(Arc::new(Inner { message: Arc::new(message), story, made_id, received }))
     }
 
     /// The payload, byte for byte as it was published.
@@ -50,7 +49,11 @@ impl Job {
     /// The message id: the same at every attempt. Where the publisher set none it is made here,
     /// at random, and kept from the first failure on.
     pub fn id(&self) -> &str {
-        &self.0.id
+        match self.properties().message_id() {
+            Some(id) if !id.as_str().is_empty() => id.as_str(),
+            // So that a handler can tell a duplicate of a later attempt.
+            _ => self.0.made_id.get_or_init(|| format!("{:032x}", rand::rng().random::<u128>())),
+        }
     }
 
     /// The exchange that the job was published to: the original one, also on a retry.

@@ -14,6 +14,8 @@ mod handoff;
 mod job;
 mod link;
 mod message;
+#[cfg(test)]
+mod micro;
 mod pause;
 mod policy;
 mod retry;

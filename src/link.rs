@@ -73,16 +73,26 @@ pub(crate) struct Subscribe {
 #[derive(Debug)]
 pub(crate) struct Incoming {
     pub(crate) message: Message,
-    pub(crate) tag: Box<dyn Tag>,
+    pub(crate) tag: Arc<dyn Tag>,
 }
+
+/// Hears whether the broker was told.
+pub(crate) type Told = Box<dyn FnOnce(bool) + Send>;
 
 /// The one place that answers the broker for a delivery.
 pub(crate) trait Tag: Debug + Send + Sync {
+    /// Its number on its channel, from 1.
+    fn number(&self) -> u64;
     /// False once the delivery's channel is dead: the broker delivers the job again.
     fn usable(&self) -> bool;
     /// True if the broker was told; false if it will deliver the job again. Never a reason to
-    /// publish again.
-    fn ack(&self) -> BoxFuture<'_, bool>;
+    /// publish again. With `multiple` it answers for all deliveries of its channel up to this one.
+    fn ack(&self, multiple: bool) -> BoxFuture<'_, bool>;
+    /// The same when it can be done together with other deliveries, without anybody waiting for it;
+    /// else it gives `told` back.
+    fn ack_with_others(&self, told: Told) -> Result<(), Told> {
+        Err(told)
+    }
     /// `basic.nack(requeue)`, which alone does not count towards the delivery limit of 4.3.
     fn give_back(&self) -> BoxFuture<'_, bool>;
 }
@@ -126,7 +136,7 @@ pub(crate) trait Control: Send + Sync {
 
 pub(crate) trait Link: Debug + Send + Sync {
     /// Publishes with `mandatory`, and waits for the broker's confirm for a bounded time.
-    fn publish<'a>(&'a self, copy: &'a Outgoing) -> BoxFuture<'a, Confirmed>;
+    fn publish(&self, copy: Outgoing) -> BoxFuture<'_, Confirmed>;
     /// Publishes no more through this connection, which left a publish undecided.
     fn retire(&self, connection: u64);
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;

@@ -19,7 +19,7 @@ use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
     link::{incoming, unreadable},
     pause::Pace,
-    settle::{Engine, Probe, Turn},
+    settle::{Acks, Engine, Probe, Turn},
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -82,6 +82,7 @@ impl Retry {
     pub fn jobs(&self, consumer: Consumer) -> Jobs {
         Jobs {
             engine: Arc::clone(&self.engine),
+            acks: Acks::new(&self.engine),
             consumer: Some(consumer),
             turn: None,
             probe: None,
@@ -104,9 +105,8 @@ impl Retry {
             return Err(after_close(&self.engine));
         }
         let mut turn = self.engine.turn().await;
-        let Some(mut job) = self.engine.admit(self.engine.take(incoming(delivery))) else {
-            return Ok(None);
-        };
+        let taken = self.engine.take(incoming(delivery), None);
+        let Some(mut job) = self.engine.admit(taken) else { return Ok(None) };
         job.until_due().await;
         while !job.start(turn) {
             turn = self.engine.turn().await;
@@ -156,6 +156,7 @@ impl Retry {
 #[must_use = "a stream of jobs takes none until it is polled"]
 pub struct Jobs {
     engine: Arc<Engine>,
+    acks: Arc<Acks>,
     /// Gone at the end: a consumer that is polled after its end never wakes again.
     consumer: Option<Consumer>,
     /// Waits for its turn, in a pause.
@@ -222,14 +223,21 @@ impl Stream for Jobs {
                     return Poll::Ready(Some(Err(after_close(&self.engine))));
                 }
                 Some(Ok(delivery)) => {
-                    let taken = self.engine.take(incoming(delivery));
-                    if let Some(job) = self.engine.admit(taken) {
-                        let wait = async move {
-                            job.until_due().await;
-                            job
-                        };
-                        // Given out at the next turn of this loop, if it is due.
-                        self.waiting.push(wait.boxed());
+                    let taken = self.engine.take(incoming(delivery), Some(&self.acks));
+                    match self.engine.admit(taken) {
+                        Some(job) if job.is_due() => {
+                            if let Some(job) = self.give_out(job) {
+                                return Poll::Ready(Some(Ok(job)));
+                            }
+                        }
+                        Some(job) => self.waiting.push(
+                            async move {
+                                job.until_due().await;
+                                job
+                            }
+                            .boxed(),
+                        ),
+                        None => {}
                     }
                 }
                 Some(Err(error)) => {

@@ -1,5 +1,7 @@
 //! One delivery to its one end: acked, in a lane, back in its queue, or buried.
 
+mod ack_book;
+mod acks;
 mod finished;
 mod pacing;
 mod plan;
@@ -23,16 +25,17 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
+pub(crate) use self::{
+    acks::Acks,
+    pacing::{Probe, Turn},
+    plan::{Arrival, Move, Rules},
+    suspects::Arrived,
+};
 use self::{
     finished::Finished,
     plan::To,
     stuck::{Next, Owed, Trouble},
     suspects::Custody,
-};
-pub(crate) use self::{
-    pacing::{Probe, Turn},
-    plan::{Arrival, Move, Rules},
-    suspects::Arrived,
 };
 use crate::{
     BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
@@ -50,6 +53,8 @@ use crate::{
 /// All that one work queue needs to settle its jobs.
 #[derive(Debug)]
 pub(crate) struct Engine {
+    /// The work queue.
+    queue: String,
     settings: Settings,
     rules: RwLock<Arc<Rules>>,
     link: Arc<dyn Link>,
@@ -88,6 +93,7 @@ impl Engine {
         examine(&*link, &rules.topology, &settings).await?;
         let pacing = Pacing::new(settings.pauses, Instant::now());
         let engine = Arc::new(Self {
+            queue: queue.to_owned(),
             handoff: HandOff::new(Arc::clone(&link), settings.hand_offs),
             rules: RwLock::new(Arc::new(rules)),
             link,
@@ -130,7 +136,7 @@ impl Engine {
     }
 
     pub(crate) fn queue(&self) -> String {
-        self.rules().topology.work_queue().to_owned()
+        self.queue.clone()
     }
 
     pub(crate) fn topology(&self) -> Topology {
@@ -172,7 +178,7 @@ impl Engine {
     }
 
     pub(crate) fn emit(&self, event: &Event) {
-        emit(&self.queue(), &self.settings.observers, event);
+        emit(&self.queue, &self.settings.observers, event);
     }
 
     pub(crate) fn with_rng<T>(&self, f: impl FnOnce(&mut SmallRng) -> T) -> T {
@@ -219,35 +225,36 @@ impl Engine {
     pub(crate) async fn settle(
         self: &Arc<Self>,
         job: Job,
-        tag: Box<dyn Tag>,
+        tag: Arc<dyn Tag>,
         (rules, epoch): (&Rules, Epoch),
         result: Result<(), anyhow::Error>,
     ) -> Receipt {
-        let engine = Arc::clone(self);
         let verdict = Verdict::from_result(result, &rules.classifiers);
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
-        let task = match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
+        let (receipt, tell) = Receipt::new();
+        match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
             None => {
                 self.finished(&job);
-                let done = Event::Done { job: job.clone() };
-                self.spawn(async move { engine.ack(&job, &*tag, done).await })
+                self.ack(job, tag, |job| Event::Done { job }, tell);
             }
             // The wait for a slot is part of the task, so that close() knows of it, and a caller
             // who gives up waiting leaves no job behind that nobody settles.
             Some(to) => {
+                let engine = Arc::clone(self);
                 let (accepted, accepting) = oneshot::channel();
-                let task = self.spawn(async move {
-                    let Some(slot) = engine.slot().await else { return engine.given_up(&job) };
+                self.spawn(async move {
+                    let Some(slot) = engine.slot().await else {
+                        return tell(engine.given_up(&job));
+                    };
                     let _ = accepted.send(());
-                    engine.hand_off(Some(slot), &job, &*tag, to).await
+                    tell(engine.hand_off(Some(slot), &job, &*tag, to).await);
                 });
                 // An error means that the task has ended already.
                 let _ = accepting.await;
-                task
             }
-        };
-        Receipt::new(task)
+        }
+        receipt
     }
 
     /// A free hand-off slot; none if it is too late for one.
@@ -259,8 +266,8 @@ impl Engine {
         }
     }
 
-    async fn ack_by(&self, tag: &dyn Tag) -> bool {
-        let told = tag.ack().await;
+    async fn ack_by(&self, tag: &dyn Tag, multiple: bool) -> bool {
+        let told = tag.ack(multiple).await;
         self.note_answer();
         told
     }
@@ -279,13 +286,26 @@ impl Engine {
     }
 
     /// Acks a job without a hand-off, and tells of it.
-    pub(crate) async fn ack(&self, job: &Job, tag: &dyn Tag, event: Event) -> Settled {
-        if self.ack_by(tag).await {
-            self.emit(&event);
-            return Settled::Acked;
+    pub(crate) fn ack(
+        self: &Arc<Self>,
+        job: Job,
+        tag: Arc<dyn Tag>,
+        event: fn(Job) -> Event,
+        tell: impl FnOnce(Settled) + Send + 'static,
+    ) {
+        let engine = Arc::clone(self);
+        let told = Box::new(move |acked| {
+            if acked {
+                engine.emit(&event(job));
+                tell(Settled::Acked);
+            } else {
+                tell(engine.given_up(&job));
+            }
+        });
+        if let Err(told) = tag.ack_with_others(told) {
+            let engine = Arc::clone(self);
+            self.spawn(async move { told(engine.ack_by(&*tag, false).await) });
         }
-        self.emit(&Event::Stale { job: job.clone() });
-        Settled::Stale
     }
 
     /// The job stays unacked, and the broker delivers it again.
@@ -337,9 +357,10 @@ impl Engine {
                 return self.given_up(job);
             }
             let (copy, event, settled) = self.copy(job, &to);
-            let answer = match self.make_on_first_use(&copy.queue).await {
+            let queue = copy.queue.clone();
+            let answer = match self.make_on_first_use(&queue).await {
                 Ok(()) => tokio::select! {
-                    answer = self.handoff.publish(&copy, slot) => answer,
+                    answer = self.handoff.publish(copy, slot) => answer,
                     // The original is not acked, so nothing is lost.
                     () = self.giving_up.cancelled() => return self.given_up(job),
                 },
@@ -349,9 +370,9 @@ impl Engine {
                 }
             };
             let (why, undecided) = match answer {
-                Confirmed::Yes => break (event, settled, copy.queue),
+                Confirmed::Yes => break (event, settled, queue),
                 Confirmed::Returned(why) => {
-                    (self.declare_again(to.lane(), &copy.queue, &why).await, false)
+                    (self.declare_again(to.lane(), &queue, &why).await, false)
                 }
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
@@ -369,22 +390,22 @@ impl Engine {
             tries += 1;
             self.emit(&Event::HandOffFailed {
                 job: job.clone(),
-                queue: copy.queue.clone(),
+                queue: queue.clone(),
                 why: why.clone(),
                 undecided,
                 tries,
                 stuck: trouble.is_stuck(),
             });
-            match trouble.next(&copy.queue, &why).await {
+            match trouble.next(&queue, &why).await {
                 Next::Try => {}
                 Next::GiveBack => {
-                    return self.give_back_owed(job, tag, to, (copy.queue, &why)).await;
+                    return self.give_back_owed(job, tag, to, (queue, &why)).await;
                 }
                 Next::GiveUp => return self.given_up(job),
             }
         };
         // Never a reason to publish again: the job will be seen again.
-        if !self.ack_by(tag).await {
+        if !self.ack_by(tag, false).await {
             self.emit(&Event::Duplicated { job: job.clone() });
         }
         self.emit(&event);
@@ -442,7 +463,7 @@ impl Engine {
     /// A lane is known from the move: under the rules of today there may be no such lane.
     async fn declare_again(&self, lane: Option<&Lane>, name: &str, why: &str) -> String {
         let rules = self.rules();
-        let lane = lane.map(|lane| &lane.queue).filter(|queue| queue.name == name);
+        let lane = lane.map(|lane| &*lane.queue).filter(|queue| queue.name == name);
         let missing = lane.or_else(|| rules.topology.find(name));
         let Some(queue) = missing.filter(|_| self.settings.declare == Declare::Create) else {
             return format!(

@@ -7,7 +7,7 @@ mod name;
 mod place;
 mod shield;
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use serde::Deserialize;
 
@@ -77,7 +77,8 @@ pub struct QueueSpec {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Lane {
     pub(crate) delay_ms: u64,
-    pub(crate) queue: QueueSpec,
+    /// Shared with the jobs that are on their way there.
+    pub(crate) queue: Arc<QueueSpec>,
 }
 
 /// The queues that a policy makes for one work queue.
@@ -128,7 +129,7 @@ impl Topology {
                 name: name.checked(work_queue)?,
             })
         };
-        let lane = |delay_ms, name: Name| Ok(Lane { delay_ms, queue: queue(&name)? });
+        let lane = |delay_ms, name: Name| Ok(Lane { delay_ms, queue: Arc::new(queue(&name)?) });
         let level = |policy: &RetryPolicy, level_ms| -> Result<Vec<Lane>, Error> {
             let window = policy.window(level_ms);
             let jittered = window.lo != window.hi;
@@ -180,7 +181,7 @@ impl Topology {
     pub fn queues(&self) -> impl ExactSizeIterator<Item = &QueueSpec> {
         let lanes = self.ladders.iter().flat_map(BTreeMap::values).flatten();
         let by_name: BTreeMap<&str, &QueueSpec> = std::iter::once(&self.buried)
-            .chain(lanes.map(|lane| &lane.queue))
+            .chain(lanes.map(|lane| &*lane.queue))
             .map(|queue| (queue.name.as_str(), queue))
             .collect();
         by_name.into_values()
@@ -189,7 +190,7 @@ impl Topology {
     /// The queues that are made when the first job needs one: the ladder for busy jobs, and those
     /// for waits longer than the longest lane.
     pub fn queues_on_first_use(&self) -> impl Iterator<Item = &QueueSpec> {
-        self.busy.iter().chain(&self.hold).map(|lane| &lane.queue)
+        self.busy.iter().chain(&self.hold).map(|lane| &*lane.queue)
     }
 
     /// The policy that keeps others off these queues. It is not set by this: an operator does.

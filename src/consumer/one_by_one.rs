@@ -11,7 +11,7 @@ use crate::{
     Event, Resumed,
     link::Subscription,
     policy::Suspicion,
-    settle::{Arrived, Engine, Turn},
+    settle::{Acks, Arrived, Engine, Turn},
 };
 
 /// Suspects come in a bunch, with others between. To go on at full speed and meet the next one costs
@@ -23,15 +23,17 @@ const NO_MORE: Duration = Duration::from_secs(1);
 pub(super) struct Intake {
     pub(super) subscription: Subscription,
     pub(super) arrived: VecDeque<Arrived>,
+    pub(super) acks: Arc<Acks>,
 }
 
 impl Intake {
-    pub(super) fn new(subscription: Subscription) -> Self {
-        Self { subscription, arrived: VecDeque::new() }
+    pub(super) fn new(engine: &Arc<Engine>, subscription: Subscription) -> Self {
+        Self { subscription, arrived: VecDeque::new(), acks: Acks::new(engine) }
     }
 
     /// Cancels the consumer, and gives back what has not been started.
     pub(super) async fn give_back(&mut self, engine: &Arc<Engine>) {
+        self.acks.hurry();
         let taken = stream::iter(self.subscription.take_in().await.into_iter().map(Ok));
         self.subscription.control.cancel().await;
         for arrived in self.arrived.drain(..) {
@@ -39,7 +41,7 @@ impl Intake {
         }
         let mut unstarted = taken.chain(&mut self.subscription.incoming);
         while let Some(Ok(incoming)) = unstarted.next().await {
-            engine.set_aside(engine.arrive(incoming)).await;
+            engine.set_aside(engine.arrive(incoming, &self.acks)).await;
         }
     }
 }
@@ -94,7 +96,7 @@ impl Run {
         }
         // With a prefetch of 1 the next one comes when this one is answered.
         let mut intake = match self.subscribe(1, alone).await {
-            Ok(subscription) => Intake::new(subscription),
+            Ok(subscription) => Intake::new(&self.engine, subscription),
             Err(error) => return Ended::Lost(error),
         };
         let mut innocent_since = None;
@@ -109,7 +111,7 @@ impl Run {
                 incoming = intake.subscription.incoming.next() => incoming,
             };
             let arrived = match incoming {
-                Some(Ok(incoming)) => self.engine.arrive(incoming),
+                Some(Ok(incoming)) => self.engine.arrive(incoming, &intake.acks),
                 Some(Err(error)) => return Ended::Lost(error),
                 None => return Ended::Lost(self.cancelled_by_the_broker()),
             };

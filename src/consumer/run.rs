@@ -164,7 +164,7 @@ impl Run {
 
     /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
     async fn serve(&self, subscription: Subscription, alone: bool) -> Ended {
-        let mut intake = Intake::new(subscription);
+        let mut intake = Intake::new(&self.engine, subscription);
         let mut readable = false;
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
@@ -236,7 +236,7 @@ impl Run {
                     return Ended::Lost(self.cancelled_by_the_broker());
                 }
             };
-            let arrived = self.engine.arrive(incoming);
+            let arrived = self.engine.arrive(incoming, &intake.acks);
             if arrived.suspicion != Suspicion::Clear {
                 return self.meet_suspect(intake, arrived).await;
             }
@@ -287,7 +287,7 @@ impl Run {
             () = &mut over => return Ok(()),
             permit = self.permit() => permit,
         };
-        let mut intake = Intake::new(self.subscribe(1, alone).await?);
+        let mut intake = Intake::new(&self.engine, self.subscribe(1, alone).await?);
         let job = loop {
             let incoming = tokio::select! {
                 biased;
@@ -295,7 +295,7 @@ impl Run {
                 incoming = intake.subscription.incoming.next() => incoming,
             };
             let arrived = match incoming {
-                Some(Ok(incoming)) => self.engine.arrive(incoming),
+                Some(Ok(incoming)) => self.engine.arrive(incoming, &intake.acks),
                 Some(Err(error)) => return Err(error),
                 None => return Err(self.cancelled_by_the_broker()),
             };
@@ -349,6 +349,8 @@ impl Run {
                 timely.unwrap_or_else(|_| Err(TimedOut { after }.into()))
             };
             let result = tokio::select! {
+                // A handler that does not wait costs no watch for the shutdown.
+                biased;
                 called = AssertUnwindSafe(call).catch_unwind() => {
                     called.unwrap_or_else(|payload| Err(Panicked::new(&*payload).into()))
                 }

@@ -85,9 +85,10 @@ impl LapinLink {
         declared.map(drop).map_err(|error| refused(&error, what))
     }
 
-    async fn publish_on(&self, session: &Session, copy: &Outgoing) -> Confirmed {
+    async fn publish_on(&self, session: &Session, copy: Outgoing) -> Confirmed {
+        let queue = copy.queue.clone();
         let not_sent = |why: &str| {
-            let text = format!("publishing to {:?}: {why}", copy.queue);
+            let text = format!("publishing to {queue:?}: {why}");
             Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
         };
         if session.connection.status().blocked() {
@@ -107,7 +108,7 @@ impl LapinLink {
             }
         };
         let answer = {
-            let mut confirmation = pin!(self.confirmation(&channel, copy));
+            let mut confirmation = pin!(confirmation(&channel, copy));
             loop {
                 match tokio::time::timeout(self.confirm_timeout, &mut confirmation).await {
                     // Sent as an alarm began. The answer comes when the alarm is over, and until
@@ -136,35 +137,34 @@ impl LapinLink {
                 undecided("the channel was not in confirm mode".to_owned())
             }
             Ok(Err((true, error))) => {
-                Confirmed::NotSent(refused(&error, &format!("publishing to {:?}", copy.queue)))
+                Confirmed::NotSent(refused(&error, &format!("publishing to {queue:?}")))
             }
             Ok(Err((false, error))) => undecided(error.to_string()),
             Err(_) => undecided(format!("no confirm within {:?}", self.confirm_timeout)),
         }
     }
+}
 
-    /// Publishes and waits for the confirm. An error comes with whether the copy is sure not to be
-    /// on the broker.
-    async fn confirmation(
-        &self,
-        channel: &Channel,
-        copy: &Outgoing,
-    ) -> Result<Confirmation, (bool, lapin::Error)> {
-        let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-        let (queue, properties) = (copy.queue.as_str().into(), copy.properties.clone());
-        let body = &copy.original.body;
-        let publish = channel.basic_publish("".into(), queue, options, body, properties);
-        match publish.await {
-            Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
-            // Found closed before anything was written.
-            Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
-        }
+/// Publishes and waits for the confirm. An error comes with whether the copy is sure not to be on
+/// the broker.
+async fn confirmation(
+    channel: &Channel,
+    copy: Outgoing,
+) -> Result<Confirmation, (bool, lapin::Error)> {
+    let Outgoing { queue, properties, original } = copy;
+    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+    let publish =
+        channel.basic_publish("".into(), queue.into(), options, &original.body, properties);
+    match publish.await {
+        Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
+        // Found closed before anything was written.
+        Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
     }
 }
 
 impl Link for LapinLink {
-    fn publish<'a>(&'a self, copy: &'a Outgoing) -> BoxFuture<'a, Confirmed> {
-        async {
+    fn publish(&self, copy: Outgoing) -> BoxFuture<'_, Confirmed> {
+        async move {
             match self.publishing().await {
                 Ok(session) => self.publish_on(&session, copy).await,
                 Err(error) => Confirmed::NotSent(error),
@@ -376,6 +376,7 @@ impl Control for Consuming {
 
 #[derive(Debug)]
 struct LapinTag {
+    number: u64,
     acker: Acker,
     /// A consumer that the broker cancelled leaves its channel open, so that what is still at work
     /// can be acked: the channel lives as long as any of its deliveries is unanswered.
@@ -391,12 +392,16 @@ impl Drop for LapinTag {
 }
 
 impl Tag for LapinTag {
+    fn number(&self) -> u64 {
+        self.number
+    }
+
     fn usable(&self) -> bool {
         self.acker.usable()
     }
 
-    fn ack(&self) -> BoxFuture<'_, bool> {
-        self.answered(self.acker.ack(BasicAckOptions::default())).boxed()
+    fn ack(&self, multiple: bool) -> BoxFuture<'_, bool> {
+        self.answered(self.acker.ack(BasicAckOptions { multiple })).boxed()
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {
@@ -442,6 +447,6 @@ fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
             properties: delivery.properties,
             body: delivery.data,
         },
-        tag: Box::new(LapinTag { acker: delivery.acker, channel }),
+        tag: Arc::new(LapinTag { number: delivery.delivery_tag, acker: delivery.acker, channel }),
     }
 }

@@ -44,18 +44,6 @@ pub(super) fn room(frame_max: u32, properties: &BasicProperties) -> usize {
     (frame_max as usize).saturating_sub(used)
 }
 
-/// The headers of a copy for a lane. Over the budget ours shrink: history, error, originals.
-pub(super) fn fit(
-    work_queue: &str,
-    mut foreign: FieldTable,
-    mut story: Story,
-    room: usize,
-) -> Result<FieldTable, TooLarge> {
-    shorten(work_queue, table_len(&foreign), &mut story, room)?;
-    story.write(work_queue, &mut foreign);
-    Ok(foreign)
-}
-
 /// The headers of a copy for the buried queue. Where ours do not fit even as short as can be,
 /// foreign ones go, the largest first, and are listed with their sizes.
 pub(super) fn fit_buried(
@@ -66,16 +54,14 @@ pub(super) fn fit_buried(
     room: usize,
 ) -> (FieldTable, BuriedReason) {
     let mut shortest = story.clone();
-    if shorten(work_queue, table_len(&foreign), &mut shortest, room).is_ok() {
-        let mut headers = foreign;
-        shortest.write(work_queue, &mut headers);
+    if let Ok(headers) = fit(work_queue, &foreign, &mut shortest, room) {
         return (headers, reason);
     }
 
     // Where an odd value goes, a value of ours takes its place.
     shortest.drop_kept(|_| true);
     let list_len = entry_len(BURIED_DROPPED_HEADERS, &string("")) + DROPPED_BYTES;
-    let ours_len = ours_len(work_queue, &shortest) + list_len;
+    let ours_len = ours(work_queue, &shortest).1 + list_len;
     let dropped = largest(&foreign, &story, room.saturating_sub(ours_len));
     let gone: HashSet<&str> = dropped.iter().map(|(_, name)| name.as_str()).collect();
     let kept = foreign.inner().iter().filter(|(name, _)| !gone.contains(name.as_str()));
@@ -85,7 +71,7 @@ pub(super) fn fit_buried(
         burial.reason = BuriedReason::TooLarge;
         burial.dropped = Some(list(&dropped));
     }
-    let headers = fit(work_queue, kept.into(), story, room).unwrap_or_else(|TooLarge| {
+    let headers = fit(work_queue, &kept.into(), &mut story, room).unwrap_or_else(|TooLarge| {
         // Ours alone do not fit only where the frame is absurdly small.
         let mut bare = FieldTable::default();
         bare.insert(RETRY_QUEUE.into(), string(work_queue));
@@ -95,19 +81,23 @@ pub(super) fn fit_buried(
     (headers, BuriedReason::TooLarge)
 }
 
-/// Shortens ours until they fit beside so many bytes of foreign headers.
-fn shorten(
+/// The headers of a copy for a lane. Over the budget ours shrink: history, error, originals.
+pub(super) fn fit(
     work_queue: &str,
-    foreign_len: usize,
+    foreign: &FieldTable,
     story: &mut Story,
     room: usize,
-) -> Result<(), TooLarge> {
-    let foreign_len = foreign_len + kept_len(story);
+) -> Result<FieldTable, TooLarge> {
+    let foreign_len = table_len(foreign) + kept_len(story);
     let mut step = 0;
     loop {
-        let ours_len = ours_len(work_queue, story);
+        let (mut headers, ours_len) = ours(work_queue, story);
         if ours_len <= OURS_BYTES && foreign_len + ours_len <= room {
-            return Ok(());
+            // Nothing of ours is among them.
+            for (name, value) in foreign.inner() {
+                headers.insert(name.clone(), value.clone());
+            }
+            return Ok(headers);
         }
         if !shrink(story, &mut step) {
             return Err(TooLarge);
@@ -115,10 +105,12 @@ fn shorten(
     }
 }
 
-fn ours_len(work_queue: &str, story: &Story) -> usize {
+/// Ours as they are written, and how long they are without what somebody else wrote.
+fn ours(work_queue: &str, story: &Story) -> (FieldTable, usize) {
     let mut ours = FieldTable::default();
     story.write(work_queue, &mut ours);
-    table_len(&ours) - kept_len(story)
+    let len = table_len(&ours) - kept_len(story);
+    (ours, len)
 }
 
 /// What somebody else wrote is foreign under any name, and counts as such.

@@ -43,7 +43,7 @@ impl Copier<'_> {
         let mut properties = self.properties(message, id, &mut story);
         let foreign = foreign_headers(&message.properties);
         let room = self.room(&properties);
-        let headers = budget::fit(self.work_queue, foreign, story, room)?;
+        let headers = budget::fit(self.work_queue, &foreign, &mut story, room)?;
         properties = properties.with_headers(headers);
         if let Some(delay_ms) = delay_ms {
             properties = properties.with_expiration(delay_ms.to_string().into());

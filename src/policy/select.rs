@@ -88,6 +88,9 @@ impl Policies {
 
     /// Which policy a job has, for [`Self::at`] and the lanes made for it.
     pub(crate) fn of(&self, job: &Job) -> usize {
+        if self.by_value.is_empty() {
+            return 0;
+        }
         let value = match &self.select {
             Select::Type => Some(job.kind().to_owned()),
             Select::RoutingKey => Some(job.routing_key().to_owned()),

@@ -174,9 +174,12 @@ impl Engine {
 
     pub(super) fn pacing<T>(&self, f: impl FnOnce(&mut Pacing) -> T) -> T {
         let mut pacing = self.pacing.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = pacing.pace();
         let answer = f(&mut pacing);
-        let pace = pacing.pace();
-        self.pace.send_if_modified(|told| std::mem::replace(told, pace) != pace);
+        // Still locked, so that those who wait hear of one pace after the other.
+        if pacing.pace() != before {
+            self.pace.send_replace(pacing.pace());
+        }
         answer
     }
 }

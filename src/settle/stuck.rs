@@ -229,7 +229,7 @@ impl Engine {
             if copied { Key::of(job, Some(job.id().to_owned())) } else { Key::as_delivered(job) };
         // Before it can be delivered again.
         self.debts().add(Debt { message, copied, to, queue: Some(queue) });
-        let told = if copied { self.ack_by(tag).await } else { self.give_back(tag).await };
+        let told = if copied { self.ack_by(tag, false).await } else { self.give_back(tag).await };
         let (job, why) = (job.clone(), "its hand-off did not succeed in time");
         self.emit(&if told { Event::GivenBack { job, why } } else { Event::Stale { job } });
         Settled::Stale
@@ -239,7 +239,7 @@ impl Engine {
         let (copy, _, settled) = self.copy(job, &Move::return_unrun(job, self.now()));
         let slot = self.handoff.slot().await;
         settled == Settled::Returned
-            && matches!(self.handoff.publish(&copy, slot).await, Confirmed::Yes)
+            && matches!(self.handoff.publish(copy, slot).await, Confirmed::Yes)
     }
 
     /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the

@@ -8,7 +8,7 @@ use std::sync::{
 use futures_util::future::BoxFuture;
 use tokio::sync::watch;
 
-use super::{Engine, Move, Settled};
+use super::{Acks, Engine, Move, Settled};
 use crate::{
     Job,
     link::{Incoming, Tag},
@@ -21,7 +21,7 @@ use crate::{
 #[derive(Debug)]
 pub(crate) struct Arrived {
     pub(crate) job: Job,
-    pub(crate) tag: Box<dyn Tag>,
+    pub(crate) tag: Arc<dyn Tag>,
     pub(crate) suspicion: Suspicion,
 }
 
@@ -38,7 +38,7 @@ pub(super) struct Custody {
 /// Counts a delivery as long as it lives.
 #[derive(Debug)]
 struct InHand {
-    tag: Box<dyn Tag>,
+    tag: Arc<dyn Tag>,
     in_hand: Arc<watch::Sender<usize>>,
 }
 
@@ -49,12 +49,16 @@ impl Drop for InHand {
 }
 
 impl Tag for InHand {
+    fn number(&self) -> u64 {
+        self.tag.number()
+    }
+
     fn usable(&self) -> bool {
         self.tag.usable()
     }
 
-    fn ack(&self) -> BoxFuture<'_, bool> {
-        self.tag.ack()
+    fn ack(&self, multiple: bool) -> BoxFuture<'_, bool> {
+        self.tag.ack(multiple)
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {
@@ -63,24 +67,32 @@ impl Tag for InHand {
 }
 
 impl Engine {
-    /// Looks at a delivery, once.
-    pub(crate) fn arrive(&self, incoming: Incoming) -> Arrived {
-        let arrived = self.take(incoming);
+    /// Looks at a delivery, once: at each of a consumer, as they come.
+    pub(crate) fn arrive(&self, incoming: Incoming, acks: &Arc<Acks>) -> Arrived {
+        let arrived = self.take(incoming, Some(acks));
         let suspicion = self.suspect(&arrived);
         Arrived { suspicion, ..arrived }
     }
 
     /// The same in a loop that cannot give back what it has prefetched. A crash there says nothing
-    /// of any single job, so none is a suspect.
-    pub(crate) fn take(&self, Incoming { message, tag }: Incoming) -> Arrived {
+    /// of any single job, so none is a suspect. Without `acks` it is acked alone.
+    pub(crate) fn take(
+        &self,
+        Incoming { message, tag }: Incoming,
+        acks: Option<&Arc<Acks>>,
+    ) -> Arrived {
         let in_hand = Arc::clone(&self.custody.in_hand);
         in_hand.send_modify(|n| *n += 1);
-        let tag = Box::new(InHand { tag, in_hand });
+        let in_hand: Arc<dyn Tag> = Arc::new(InHand { tag, in_hand });
+        let tag = match acks {
+            Some(acks) => acks.enter(in_hand),
+            None => in_hand,
+        };
         Arrived { job: self.read(message), tag, suspicion: Suspicion::Clear }
     }
 
     fn read(&self, message: Message) -> Job {
-        let mut story = Story::read(&message, self.rules().topology.work_queue());
+        let mut story = Story::read(&message, &self.queue);
         story.forgive(self.now());
         Job::new(message, story)
     }
@@ -165,7 +177,7 @@ impl Engine {
 
 impl Arrived {
     /// A job that has been admitted, and goes back after all.
-    pub(super) fn again(job: Job, tag: Box<dyn Tag>) -> Self {
+    pub(super) fn again(job: Job, tag: Arc<dyn Tag>) -> Self {
         let marked = job.story().crash_count > 0;
         let suspicion = if marked { Suspicion::Alone } else { Suspicion::Clear };
         Self { job, tag, suspicion }

@@ -9,7 +9,7 @@ use std::{
     time::SystemTime,
 };
 
-use tokio::{task::JoinHandle, time::Instant};
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{Arrived, Engine, Probe, Rules, Turn};
 use crate::{Error, Event, Job, link::Tag, pause::Epoch};
@@ -31,7 +31,7 @@ pub struct UnsettledJob {
     /// Held while the handler of the job that is tried runs.
     probe: Option<Probe>,
     /// Taken when the job is settled.
-    tag: Option<Box<dyn Tag>>,
+    tag: Option<Arc<dyn Tag>>,
 }
 
 impl UnsettledJob {
@@ -39,7 +39,7 @@ impl UnsettledJob {
         engine: Arc<Engine>,
         rules: Arc<Rules>,
         job: Job,
-        tag: Box<dyn Tag>,
+        tag: Arc<dyn Tag>,
         due: Option<Instant>,
     ) -> Self {
         let epoch = Epoch::default();
@@ -61,6 +61,11 @@ impl UnsettledJob {
     /// False once its channel is dead: the broker delivers the job again.
     pub(crate) fn is_usable(&self) -> bool {
         self.tag.as_ref().is_some_and(|tag| tag.usable())
+    }
+
+    /// Whether nothing is left of its wait.
+    pub(crate) fn is_due(&self) -> bool {
+        self.due.is_none()
     }
 
     /// Waits out what is left of a wait and shorter than a second.
@@ -131,7 +136,7 @@ impl Drop for UnsettledJob {
     }
 }
 
-async fn give_back(engine: &Arc<Engine>, job: Job, tag: Box<dyn Tag>, why: &'static str) {
+async fn give_back(engine: &Arc<Engine>, job: Job, tag: Arc<dyn Tag>, why: &'static str) {
     if job.story().crash_count > 0 {
         // Given back, it would look to others as if this process had died of it.
         engine.emit(&Event::GivenBack { job: job.clone(), why });
@@ -175,11 +180,17 @@ pub enum Settled {
 /// What [`UnsettledJob::settle`] returns: await it to hear what happened in the end. To drop it
 /// cancels nothing.
 #[derive(Debug)]
-pub struct Receipt(JoinHandle<Settled>);
+pub struct Receipt(oneshot::Receiver<Settled>);
 
 impl Receipt {
-    pub(super) fn new(task: JoinHandle<Settled>) -> Self {
-        Self(task)
+    /// Also what is to be told in the end.
+    pub(super) fn new() -> (Self, impl FnOnce(Settled) + Send + 'static) {
+        let (tell, told) = oneshot::channel();
+        let tell = move |settled| {
+            // Whoever had the receipt may have dropped it.
+            let _ = tell.send(settled);
+        };
+        (Self(told), tell)
     }
 }
 
@@ -194,13 +205,13 @@ impl IntoFuture for Receipt {
 
 /// The future of a [`Receipt`].
 #[derive(Debug)]
-pub struct Settling(JoinHandle<Settled>);
+pub struct Settling(oneshot::Receiver<Settled>);
 
 impl Future for Settling {
     type Output = Settled;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Settled> {
-        // The task ends without an answer only with its runtime, and then nothing was acked.
+        // Without an answer the runtime has gone, and then nothing was acked.
         Pin::new(&mut self.0).poll(cx).map(|settled| settled.unwrap_or(Settled::Stale))
     }
 }

@@ -1,5 +1,6 @@
 //! Behaviour on a real broker, one module a promise.
 
+mod acks;
 mod busy;
 mod configuration;
 mod crash_loops;

@@ -7,7 +7,7 @@ use crate::support::{
 use futures_util::FutureExt;
 use lapin::{
     BasicProperties, Channel, Connection, ConnectionProperties, Consumer, PublisherConfirm,
-    options::{BasicAckOptions, BasicPublishOptions},
+    options::{BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions},
 };
 use lapin_retry::QueueType;
 use serde_json::json;
@@ -60,6 +60,31 @@ async fn the_proxy_passes_everything_and_counts() {
     assert!(delivery.ack(BasicAckOptions::default()).await.unwrap());
     eventually("the ack passes", PATIENCE, async || line.proxy.acks() == 1).await;
     assert_eq!(line.proxy.confirms_swallowed(), 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_proxy_counts_each_delivery_that_an_ack_answers() {
+    let line = line().await;
+    for _ in 0..9 {
+        publish(&line.channel, "", "work", BasicProperties::default(), b"job").await;
+    }
+    let mut consumer = consume(&line.channel, "work", 8).await;
+    let mut jobs = Vec::new();
+    for _ in 0..8 {
+        jobs.push(next(&mut consumer).await);
+    }
+    let other = line.connection.create_channel().await.unwrap();
+    let got = other.basic_get("work".into(), BasicGetOptions::default()).await.unwrap();
+    let multiple = BasicAckOptions { multiple: true };
+    jobs[1].nack(BasicNackOptions::default()).await.unwrap();
+    jobs[2].ack(BasicAckOptions::default()).await.unwrap();
+    eventually("one alone", PATIENCE, async || line.proxy.acks() == 1).await;
+    jobs[4].ack(multiple).await.unwrap();
+    eventually("three at a time", PATIENCE, async || line.proxy.acks() == 4).await;
+    got.expect("the ninth").ack(multiple).await.unwrap();
+    eventually("that of another channel", PATIENCE, async || line.proxy.acks() == 5).await;
+    jobs[7].ack(multiple).await.unwrap();
+    eventually("the last three", PATIENCE, async || line.proxy.acks() == 8).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -3,6 +3,7 @@
 use super::parse_uri;
 use rand::seq::SliceRandom;
 use std::{
+    collections::{BTreeSet, HashMap},
     io,
     sync::{
         Arc, Mutex,
@@ -135,7 +136,8 @@ impl Proxy {
         self.line.swallowed.load(SeqCst)
     }
 
-    /// `basic.ack` frames the clients have sent; one with the `multiple` flag counts once.
+    /// Deliveries that the clients have acked. An ack with the `multiple` flag counts for each that
+    /// it answers, and one that answers none counts all the same.
     pub(crate) fn acks(&self) -> u64 {
         self.line.acks.load(SeqCst)
     }
@@ -162,9 +164,10 @@ async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result
     let (client_in, client_out) = client.into_split();
     let (broker_in, broker_out) = broker.into_split();
     let (client_out, broker_out) = (Output::new(client_out), Output::new(broker_out));
+    let unanswered = Unanswered::default();
     tokio::try_join!(
-        pump(client_in, (&broker_out, &client_out), From::Client, &line),
-        pump(broker_in, (&client_out, &broker_out), From::Broker, &line),
+        pump(client_in, (&broker_out, &client_out), From::Client, (&line, &unanswered)),
+        pump(broker_in, (&client_out, &broker_out), From::Broker, (&line, &unanswered)),
     )?;
     Ok(())
 }
@@ -191,7 +194,7 @@ async fn pump(
     mut input: OwnedReadHalf,
     (output, back): (&Output, &Output),
     from: From,
-    line: &Line,
+    (line, unanswered): (&Line, &Unanswered),
 ) -> io::Result<()> {
     let mut stall = line.stall.subscribe();
     let mut frame = Vec::new();
@@ -200,7 +203,7 @@ async fn pump(
         if matches!(from, From::Client) && method(&frame) == Some((60, 40)) {
             line.until_no_alarm(back).await?;
         }
-        if passes(&frame, from, line) {
+        if passes(&frame, from, line, unanswered) {
             let length = i64::try_from(frame.len()).expect("a frame");
             let left = line.bytes_left.fetch_sub(length, SeqCst);
             if (1..=length).contains(&left) {
@@ -229,6 +232,47 @@ impl Line {
         let unblocked = [1, 0, 0, 0, 0, 0, 4, 0, 10, 0, 61, 0xCE];
         publisher.lock().await.write_all(&unblocked).await
     }
+}
+
+/// The deliveries of a connection that have no answer, by channel.
+#[derive(Debug, Default)]
+struct Unanswered(Mutex<HashMap<[u8; 2], BTreeSet<u64>>>);
+
+impl Unanswered {
+    /// How many deliveries a frame answers.
+    fn note(&self, frame: &[u8], from: From, method: (u16, u16)) -> u64 {
+        let mut channels = self.0.lock().expect("no panic inside");
+        let deliveries = channels.entry([frame[1], frame[2]]).or_default();
+        let arguments = &frame[11..];
+        match (from, method) {
+            // A channel begins: its number may have been another one's.
+            (From::Client, (20, 10)) => deliveries.clear(),
+            (From::Broker, (60, 60)) => {
+                let consumer_tag = usize::from(arguments[0]);
+                deliveries.extend(number(&arguments[1 + consumer_tag..]));
+            }
+            (From::Broker, (60, 71)) => deliveries.extend(number(arguments)),
+            (From::Client, (60, 80 | 90 | 120)) => {
+                let Some(tag) = number(arguments) else { return 0 };
+                let multiple = method != (60, 90) && arguments[8] & 1 == 1;
+                let before = deliveries.len();
+                if multiple {
+                    // 0 stands for all.
+                    deliveries.retain(|delivery| tag != 0 && *delivery > tag);
+                } else {
+                    deliveries.remove(&tag);
+                }
+                return (before - deliveries.len()) as u64;
+            }
+            _ => {}
+        }
+        0
+    }
+}
+
+/// The delivery tag that begins like this.
+fn number(start: &[u8]) -> Option<u64> {
+    Some(u64::from_be_bytes(*start.first_chunk()?))
 }
 
 /// Reads one whole frame, or answers `false` when the stream has ended.
@@ -275,11 +319,12 @@ fn method(frame: &[u8]) -> Option<(u16, u16)> {
     Some((u16::from_be_bytes([class_1, class_2]), u16::from_be_bytes([method_1, method_2])))
 }
 
-fn passes(frame: &[u8], from: From, line: &Line) -> bool {
+fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> bool {
     let Some(method) = method(frame) else { return true };
+    let acked = unanswered.note(frame, from, method);
     match (from, method) {
         (From::Client, (60, 40)) => line.publishes.fetch_add(1, SeqCst),
-        (From::Client, (60, 80)) => line.acks.fetch_add(1, SeqCst),
+        (From::Client, (60, 80)) => line.acks.fetch_add(acked.max(1), SeqCst),
         (From::Broker, (60, 80 | 120)) if line.swallow_confirms.load(SeqCst) => {
             line.swallowed.fetch_add(1, SeqCst);
             return false;

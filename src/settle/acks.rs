@@ -1,0 +1,163 @@
+//! Acks the finished deliveries of one consumer, as many at a time as have finished.
+
+use std::{
+    fmt, mem,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use futures_util::{FutureExt, future::BoxFuture, future::join_all};
+use tokio::{
+    sync::{Notify, oneshot},
+    time::Instant,
+};
+
+use super::{
+    Engine,
+    ack_book::{AckBook, Entry},
+};
+use crate::link::{Tag, Told};
+
+/// How long finished deliveries wait for more of them, which one ack then covers: the timer's
+/// resolution. Each ack costs lapin a wake-up of its thread and a write.
+const GATHER: Duration = Duration::from_millis(1);
+
+/// The deliveries of one consumer, which are acked together where they can be.
+#[derive(Debug)]
+pub(crate) struct Acks {
+    engine: Arc<Engine>,
+    state: Mutex<State>,
+    /// There is enough for an ack.
+    enough: Notify,
+}
+
+#[derive(Debug)]
+struct State {
+    book: AckBook<Finished>,
+    /// A task is at it. It ends when there is nothing to ack.
+    acking: bool,
+}
+
+struct Finished {
+    tag: Arc<dyn Tag>,
+    told: Told,
+}
+
+impl Acks {
+    pub(crate) fn new(engine: &Arc<Engine>) -> Arc<Self> {
+        let state = Mutex::new(State { book: AckBook::new(), acking: false });
+        Arc::new(Self { engine: Arc::clone(engine), state, enough: Notify::new() })
+    }
+
+    /// To be asked for each delivery of the consumer, in their order, before it is answered.
+    pub(crate) fn enter(self: &Arc<Self>, tag: Arc<dyn Tag>) -> Arc<dyn Tag> {
+        let entry = self.state().book.enter(tag.number());
+        Arc::new(Entered { tag, entry, acks: Arc::clone(self) })
+    }
+
+    /// The consumer is to be cancelled: no more of them come for an ack to cover.
+    pub(crate) fn hurry(&self) {
+        self.state().book.hurry();
+        self.enough.notify_one();
+    }
+
+    fn finish(self: &Arc<Self>, entry: Entry, finished: Finished) {
+        let (acking, enough) = {
+            let mut state = self.state();
+            state.book.finish(entry, finished, Instant::now());
+            (mem::replace(&mut state.acking, true), state.book.is_enough())
+        };
+        if !acking {
+            self.engine.spawn(Arc::clone(self).ack_all());
+        } else if enough {
+            self.enough.notify_one();
+        }
+    }
+
+    async fn ack_all(self: Arc<Self>) {
+        loop {
+            if !self.state().book.is_enough() {
+                let _ = tokio::time::timeout(GATHER, self.enough.notified()).await;
+            }
+            let (rows, next) = {
+                let mut state = self.state();
+                (state.book.take(Instant::now()), state.book.next())
+            };
+            if let (true, Some(next)) = (rows.is_empty(), next) {
+                tokio::select! {
+                    () = self.enough.notified() => {}
+                    () = tokio::time::sleep_until(next) => {}
+                }
+            }
+            join_all(rows.into_iter().map(|row| self.ack(row))).await;
+            let mut state = self.state();
+            if state.book.is_idle() {
+                state.acking = false;
+                return;
+            }
+        }
+    }
+
+    /// By one ack of the last.
+    async fn ack(&self, row: Vec<Finished>) {
+        let Some(last) = row.last() else { return };
+        let acked = self.engine.ack_by(&*last.tag, row.len() > 1).await;
+        for finished in row {
+            (finished.told)(acked);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A delivery that is acked with others.
+#[derive(Debug)]
+struct Entered {
+    tag: Arc<dyn Tag>,
+    entry: Entry,
+    acks: Arc<Acks>,
+}
+
+impl Tag for Entered {
+    fn number(&self) -> u64 {
+        self.tag.number()
+    }
+
+    fn usable(&self) -> bool {
+        self.tag.usable()
+    }
+
+    fn ack(&self, _multiple: bool) -> BoxFuture<'_, bool> {
+        let (tell, told) = oneshot::channel();
+        let finished = Box::new(move |acked| {
+            // Whoever waits for it may have gone away.
+            let _ = tell.send(acked);
+        });
+        self.acks.finish(self.entry, Finished { tag: Arc::clone(&self.tag), told: finished });
+        // Without an answer the runtime has gone.
+        told.map(|acked| acked.unwrap_or(false)).boxed()
+    }
+
+    fn ack_with_others(&self, told: Told) -> Result<(), Told> {
+        self.acks.finish(self.entry, Finished { tag: Arc::clone(&self.tag), told });
+        Ok(())
+    }
+
+    fn give_back(&self) -> BoxFuture<'_, bool> {
+        async {
+            let told = self.tag.give_back().await;
+            // Only now: an ack of those after it would cover it.
+            self.acks.state().book.answered(self.entry);
+            told
+        }
+        .boxed()
+    }
+}
+
+impl fmt::Debug for Finished {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Finished").field("tag", &self.tag).finish_non_exhaustive()
+    }
+}
