@@ -61,6 +61,7 @@ impl Run {
     /// A suspect was met. From here on a crash tells which job it was.
     pub(super) async fn meet_suspect(&self, mut intake: Intake, suspect: Arrived) -> Ended {
         self.engine.emit(&Event::OneByOne { queue: self.engine.queue() });
+        self.engine.suspects().cancel(self.how.prefetch);
         if suspect.suspicion == Suspicion::Count {
             intake.arrived.push_back(suspect);
             self.give_up(intake).await;
@@ -124,6 +125,7 @@ impl Run {
             let permit = self.permit().await;
             if innocent && innocent_since.get_or_insert_with(Instant::now).elapsed() >= NO_MORE {
                 self.give_up(intake).await;
+                self.engine.suspects().are_through();
                 self.handlers.spawn(self.attempt(job, Turn::Open, permit));
                 if self.engine.is_open() {
                     let (queue, why) = (self.engine.queue(), Resumed::NoSuspects);

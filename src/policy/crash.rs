@@ -37,9 +37,11 @@ pub(crate) struct Suspects {
     /// How many more it suspects for what a classic queue says. After a broker was killed, a classic
     /// queue says of everything in it that it was delivered before.
     doubts: usize,
-    /// How many it sent back to be run alone. What is on its way to a consumer at a cancel the broker
-    /// returns by itself, and before 4.3 a quorum queue counts that: of these it says nothing.
-    marked: usize,
+    /// How many deliveries it has looked at.
+    seen: usize,
+    /// How many jobs that are to be run alone may have been on their way to a consumer when it was
+    /// cancelled. The broker returns them by itself, and before 4.3 a quorum queue counts that.
+    adrift: usize,
     /// It has counted a lone crash. The process before it died of one job, whatever else looks so.
     counted: bool,
 }
@@ -59,14 +61,27 @@ impl Suspects {
         self.returned = self.returned.max(jobs.into());
     }
 
+    /// The consumer is cancelled amid suspects. Not if it has just begun: then one that ended the
+    /// process before may still be on its way back.
+    pub(crate) fn cancel(&mut self, prefetch: u16) {
+        let prefetch = usize::from(prefetch);
+        self.adrift = if self.seen > prefetch { prefetch } else { 0 };
+    }
+
+    /// None of them comes any more.
+    pub(crate) fn are_through(&mut self) {
+        self.adrift = 0;
+    }
+
     /// Of a delivery, once. `lone_runs` is how often it was sent back to be run alone.
     pub(crate) fn look(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
+        self.seen = self.seen.saturating_add(1);
         let ours = interrupted != Interrupted::Never && take(&mut self.returned);
         if lone_runs > 0 {
             let crashed = !matches!(interrupted, Interrupted::Never | Interrupted::Times(0));
             if !crashed
                 || ours
-                || take(&mut self.marked)
+                || take(&mut self.adrift)
                 || std::mem::replace(&mut self.counted, true)
             {
                 return Suspicion::Alone;
@@ -78,7 +93,6 @@ impl Suspects {
             Interrupted::Times(n) => n >= if ours { FAR } else { SUSPECT },
             Interrupted::Before => !ours && take(&mut self.doubts),
         };
-        self.marked = self.marked.saturating_add(suspect.into());
         if suspect { Suspicion::Count } else { Suspicion::Clear }
     }
 }
@@ -130,10 +144,22 @@ mod tests {
     }
 
     #[test]
-    fn what_this_process_sent_back_to_be_run_alone_has_ended_no_other() {
+    fn what_was_on_its_way_to_a_cancelled_consumer_has_ended_no_process_alone() {
         let mut process = a_new_process();
-        assert_eq!(process.look(Times(3), 0), Count);
+        process.cancel(1);
+        assert_eq!(process.look(Times(1), 1), Count, "it has just begun");
+
+        let mut process = a_new_process();
+        assert_eq!([(); 2].map(|()| process.look(Never, 0)), [Clear, Clear]);
+        process.cancel(1);
+        assert_eq!(process.look(Times(3), 0), Count, "in company it makes no difference");
         assert_eq!([(); 2].map(|()| process.look(Times(1), 1)), [Alone, Count], "no more than it");
+
+        let mut process = a_new_process();
+        assert_eq!([(); 2].map(|()| process.look(Never, 0)), [Clear, Clear]);
+        process.cancel(1);
+        process.are_through();
+        assert_eq!(process.look(Times(1), 1), Count);
     }
 
     #[test]

@@ -4,9 +4,9 @@
 //! queue are current; counters (`messages`, `messages_dlx`, rates) and the lists of connections and
 //! consumers lag: poll them with `eventually`, and take exact counts of ready messages with `count`.
 
-use super::variable;
+use super::{PATIENCE, variable};
 use serde_json::{Value, json};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use ureq::{Agent, http};
 
 /// A client that panics when the broker refuses, because then the test's set-up is broken.
@@ -158,7 +158,15 @@ impl Management {
     fn messages(&self, queue: &str, n: u32, ackmode: &str) -> Vec<Value> {
         let path = format!("queues/{}/{}/get", self.vhost, encode(queue));
         let body = json!({ "count": n, "ackmode": ackmode, "encoding": "auto" });
-        match self.post(&path, &body) {
+        // Of a quorum queue that has just been declared RabbitMQ 3.10 may say so for a moment.
+        let not_yet = |answer: &Answer| matches!(answer, Ok((400, why)) if why.contains("noproc"));
+        let ask = || self.request("POST", &path, Some(&body));
+        let (mut answer, started) = (ask(), Instant::now());
+        while not_yet(&answer) && started.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(50));
+            answer = ask();
+        }
+        match expect_json("POST", &path, answer) {
             Value::Array(mut messages) => {
                 // The headers are nested in the properties; tests ask for them all the time.
                 for message in &mut messages {
