@@ -4,6 +4,7 @@ mod broker;
 mod connection;
 mod dial;
 mod lapin;
+mod pipe;
 mod watched;
 
 use std::{fmt::Debug, sync::Arc, time::Duration};

@@ -9,8 +9,7 @@ use std::{
 };
 
 use lapin::{
-    Channel, Connection, ErrorKind as LapinErrorKind,
-    options::ConfirmSelectOptions,
+    Connection, ErrorKind as LapinErrorKind,
     protocol::{AMQPErrorKind, AMQPSoftError},
 };
 
@@ -19,11 +18,13 @@ use tokio::{
     time::Instant,
 };
 
-use super::{Broker, dial::open};
+use super::{
+    Broker,
+    dial::open,
+    pipe::{Berth, Pipe},
+};
 use crate::{Error, ErrorKind, clock::Backoff};
 
-/// What RabbitMQ negotiates unless told otherwise.
-const CHANNEL_MAX: u16 = 2047;
 /// A connection that several users share.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
@@ -61,10 +62,10 @@ pub(super) struct Session {
     pub(super) number: u64,
     pub(super) connection: Connection,
     retired: AtomicBool,
-    /// How many channels may publish, for all consumers together.
-    turns: Semaphore,
-    /// Channels in confirm mode with nothing in flight; never more than there are turns.
-    idle: Mutex<Vec<Channel>>,
+    /// The channels that publish, for all consumers together.
+    pipes: tokio::sync::Mutex<Vec<Pipe>>,
+    /// One at a time publishes on a channel of its own.
+    alone: Semaphore,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -117,10 +118,10 @@ impl Shared {
                 opening.backoff.reset();
                 let session = Arc::new(Session {
                     number: opening.opened,
-                    turns: Semaphore::new(turns(connection.configuration().channel_max())),
                     connection,
                     retired: AtomicBool::new(false),
-                    idle: Mutex::default(),
+                    pipes: tokio::sync::Mutex::default(),
+                    alone: Semaphore::new(1),
                 });
                 *lock(&self.current) = Some(Arc::clone(&session));
                 Ok(session)
@@ -170,43 +171,30 @@ impl Session {
         self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
     }
 
-    /// The right to use one of the channels that publish.
-    pub(super) async fn turn(&self) -> SemaphorePermit<'_> {
-        // The semaphore is never closed.
-        self.turns.acquire().await.expect("an open semaphore")
-    }
-
-    /// A channel in confirm mode that nobody else uses. For whoever has a turn.
-    pub(super) async fn confirm_channel(&self) -> Result<Channel, lapin::Error> {
-        loop {
-            let idle = lock(&self.idle).pop();
-            match idle {
-                Some(channel) if channel.status().connected() => return Ok(channel),
-                Some(_) => {}
-                None => break,
+    /// Room for a copy for this queue, on a channel that others use as well.
+    pub(super) async fn berth(&self, queue: &str) -> Result<(Pipe, Berth), lapin::Error> {
+        let mut pipes = self.pipes.lock().await;
+        pipes.retain(Pipe::is_open);
+        let room = pipes.iter().find_map(|pipe| Some((pipe.clone(), pipe.berth(queue)?)));
+        match room {
+            Some(room) => Ok(room),
+            None => {
+                let (pipe, berth) = Pipe::open(&self.connection, queue).await?;
+                pipes.push(pipe.clone());
+                Ok((pipe, berth))
             }
         }
-        let channel = self.connection.create_channel().await?;
-        channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        Ok(channel)
     }
 
-    /// Gives a channel back on which nothing is in flight.
-    pub(super) fn put_back(&self, channel: Channel) {
-        lock(&self.idle).push(channel);
+    /// The right to publish on a channel of its own.
+    pub(super) async fn alone(&self) -> SemaphorePermit<'_> {
+        // The semaphore is never closed.
+        self.alone.acquire().await.expect("an open semaphore")
     }
-}
-
-/// Half of the channels that the broker allows: the others are for declaring and checking queues, and
-/// for those that are about to be closed.
-fn turns(channel_max: u16) -> usize {
-    // 0 means that the broker sets no limit.
-    let channels = if channel_max == 0 { CHANNEL_MAX } else { channel_max };
-    usize::from(channels / 2).max(1)
 }
 
 /// Nothing panics while it holds one of these.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

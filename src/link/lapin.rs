@@ -12,11 +12,11 @@ use std::{
 
 use futures_util::{FutureExt, StreamExt, future::BoxFuture};
 use lapin::{
-    Acker, Channel, Confirmation,
+    Acker, Channel,
     message::Delivery,
     options::{
         BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions,
-        BasicPublishOptions, BasicQosOptions, QueueDeclareOptions,
+        BasicQosOptions, QueueDeclareOptions,
     },
     types::{FieldTable, ShortString},
 };
@@ -25,8 +25,9 @@ use tokio::{runtime::Handle, sync::oneshot, time::Instant};
 
 use super::{
     Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
-    connection::{Purpose, Session, Shared, is_closed, is_refusal, refused, unreadable},
+    connection::{Purpose, Session, Shared, refused, unreadable},
     dial::until_back,
+    pipe::{Landed, Pipe},
     watched::Watched,
 };
 use crate::{
@@ -87,78 +88,65 @@ impl LapinLink {
 
     async fn publish_on(&self, session: &Session, copy: Outgoing) -> Confirmed {
         let queue = copy.queue.clone();
-        let not_sent = |why: &str| {
-            let text = format!("publishing to {queue:?}: {why}");
-            Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
-        };
+        match self.land(session, copy.clone(), false).await {
+            // By whichever was refused. Those before it may have been taken.
+            Landed::Refused { alone: false, .. } => {}
+            landed => return confirmed(landed, session.number, &queue),
+        }
+        confirmed(self.land(session, copy, true).await, session.number, &queue)
+    }
+
+    /// On the channel that all use, or alone on one of its own.
+    async fn land(&self, session: &Session, copy: Outgoing, alone: bool) -> Landed {
         if session.connection.status().blocked() {
             // What is published now would be sent, and confirmed, only when the alarm is over.
-            return not_sent("the broker blocks publishers (a memory or disk alarm)");
+            let why = "the broker blocks publishers (a memory or disk alarm)";
+            return Landed::NotSent(why.to_owned());
         }
-        let Ok(_turn) = tokio::time::timeout(self.confirm_timeout, session.turn()).await else {
-            return not_sent("all channels of the publishing connection are in use");
+        let opening = async {
+            if !alone {
+                return Ok((session.berth(&copy.queue).await?, None));
+            }
+            let turn = session.alone().await;
+            Ok((Pipe::open(&session.connection, &copy.queue).await?, Some(turn)))
         };
-        let opening = tokio::time::timeout(self.confirm_timeout, session.confirm_channel());
-        let channel = match opening.await {
-            Ok(Ok(channel)) => channel,
-            Ok(Err(error)) => return not_sent(&error.to_string()),
+        let opened = tokio::time::timeout(self.confirm_timeout, opening).await;
+        let ((pipe, berth), _turn) = match opened {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(error)) => return Landed::NotSent(lapin::Error::to_string(&error)),
             Err(_) => {
                 self.retire(session.number);
-                return not_sent("the broker opened no channel in time");
+                return Landed::NotSent("the broker opened no channel in time".to_owned());
             }
         };
-        let answer = {
-            let mut confirmation = pin!(confirmation(&channel, copy));
-            loop {
-                match tokio::time::timeout(self.confirm_timeout, &mut confirmation).await {
-                    // Sent as an alarm began. The answer comes when the alarm is over, and until
-                    // then there is no other way to publish.
-                    Err(_) if session.connection.status().blocked() => {}
-                    answer => break answer,
+        let mut landing = pin!(pipe.publish(copy, berth));
+        loop {
+            match tokio::time::timeout(self.confirm_timeout, &mut landing).await {
+                Ok(landed) => return landed,
+                // Sent as an alarm began. The answer comes when the alarm is over, and until
+                // then there is no other way to publish.
+                Err(_) if session.connection.status().blocked() => {}
+                Err(_) => {
+                    let why = format!("no confirm within {:?}", self.confirm_timeout);
+                    return Landed::Undecided(why);
                 }
             }
-        };
-        let undecided = |why: String| Confirmed::Undecided(session.number, why);
-        // A channel goes back only with nothing in flight on it, so that a return is never taken
-        // for another publish's: lapin attaches returns to whatever confirm comes next.
-        match answer {
-            Ok(Ok(Confirmation::Ack(None))) => {
-                session.put_back(channel);
-                Confirmed::Yes
-            }
-            Ok(Ok(Confirmation::Ack(Some(returned)))) => {
-                session.put_back(channel);
-                Confirmed::Returned(returned.reply_text.to_string())
-            }
-            // The channel is not used again: a quorum queue that was full tells those channels that
-            // met it so, and RabbitMQ 3.10 does not tell them when a policy's limit is lifted.
-            Ok(Ok(Confirmation::Nack(_))) => Confirmed::Nacked,
-            Ok(Ok(Confirmation::NotRequested)) => {
-                undecided("the channel was not in confirm mode".to_owned())
-            }
-            Ok(Err((true, error))) => {
-                Confirmed::NotSent(refused(&error, &format!("publishing to {queue:?}")))
-            }
-            Ok(Err((false, error))) => undecided(error.to_string()),
-            Err(_) => undecided(format!("no confirm within {:?}", self.confirm_timeout)),
         }
     }
 }
 
-/// Publishes and waits for the confirm. An error comes with whether the copy is sure not to be on
-/// the broker.
-async fn confirmation(
-    channel: &Channel,
-    copy: Outgoing,
-) -> Result<Confirmation, (bool, lapin::Error)> {
-    let Outgoing { queue, properties, original } = copy;
-    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-    let publish =
-        channel.basic_publish("".into(), queue.into(), options, &original.body, properties);
-    match publish.await {
-        Ok(confirm) => confirm.await.map_err(|error| (is_refusal(&error), error)),
-        // Found closed before anything was written.
-        Err(error) => Err((is_refusal(&error) || is_closed(&error), error)),
+fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
+    let what = || format!("publishing to {queue:?}");
+    match landed {
+        Landed::Confirmed => Confirmed::Yes,
+        Landed::Returned(why) => Confirmed::Returned(why),
+        Landed::Nacked => Confirmed::Nacked,
+        Landed::NotSent(why) => {
+            let text = format!("{}: {why}", what());
+            Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
+        }
+        Landed::Refused { error, .. } => Confirmed::NotSent(refused(&error, &what())),
+        Landed::Undecided(why) => Confirmed::Undecided(connection, why),
     }
 }
 

@@ -131,7 +131,7 @@ impl Proxy {
         self.line.publishes.load(SeqCst)
     }
 
-    /// `basic.ack` and `basic.nack` frames of the broker that were dropped.
+    /// Publishes whose confirm was dropped.
     pub(crate) fn confirms_swallowed(&self) -> u64 {
         self.line.swallowed.load(SeqCst)
     }
@@ -234,40 +234,59 @@ impl Line {
     }
 }
 
-/// The deliveries of a connection that have no answer, by channel.
+/// What has no answer on a connection, by channel.
 #[derive(Debug, Default)]
-struct Unanswered(Mutex<HashMap<[u8; 2], BTreeSet<u64>>>);
+struct Unanswered(Mutex<HashMap<[u8; 2], OnChannel>>);
+
+#[derive(Debug, Default)]
+struct OnChannel {
+    deliveries: BTreeSet<u64>,
+    published: u64,
+    publishes: BTreeSet<u64>,
+}
 
 impl Unanswered {
-    /// How many deliveries a frame answers.
+    /// How many deliveries or publishes a frame answers.
     fn note(&self, frame: &[u8], from: From, method: (u16, u16)) -> u64 {
         let mut channels = self.0.lock().expect("no panic inside");
-        let deliveries = channels.entry([frame[1], frame[2]]).or_default();
+        let channel = channels.entry([frame[1], frame[2]]).or_default();
         let arguments = &frame[11..];
+        let multiple = method != (60, 90) && arguments.get(8).is_some_and(|bits| bits & 1 == 1);
         match (from, method) {
             // A channel begins: its number may have been another one's.
-            (From::Client, (20, 10)) => deliveries.clear(),
+            (From::Client, (20, 10)) => *channel = OnChannel::default(),
+            (From::Client, (60, 40)) => {
+                channel.published += 1;
+                channel.publishes.insert(channel.published);
+            }
             (From::Broker, (60, 60)) => {
                 let consumer_tag = usize::from(arguments[0]);
-                deliveries.extend(number(&arguments[1 + consumer_tag..]));
+                channel.deliveries.extend(number(&arguments[1 + consumer_tag..]));
             }
-            (From::Broker, (60, 71)) => deliveries.extend(number(arguments)),
+            (From::Broker, (60, 71)) => channel.deliveries.extend(number(arguments)),
             (From::Client, (60, 80 | 90 | 120)) => {
-                let Some(tag) = number(arguments) else { return 0 };
-                let multiple = method != (60, 90) && arguments[8] & 1 == 1;
-                let before = deliveries.len();
-                if multiple {
-                    // 0 stands for all.
-                    deliveries.retain(|delivery| tag != 0 && *delivery > tag);
-                } else {
-                    deliveries.remove(&tag);
-                }
-                return (before - deliveries.len()) as u64;
+                return answer(&mut channel.deliveries, number(arguments), multiple);
+            }
+            (From::Broker, (60, 80 | 120)) => {
+                return answer(&mut channel.publishes, number(arguments), multiple);
             }
             _ => {}
         }
         0
     }
+}
+
+/// How many are answered by this.
+fn answer(unanswered: &mut BTreeSet<u64>, tag: Option<u64>, multiple: bool) -> u64 {
+    let Some(tag) = tag else { return 0 };
+    let before = unanswered.len();
+    if multiple {
+        // 0 stands for all.
+        unanswered.retain(|one| tag != 0 && *one > tag);
+    } else {
+        unanswered.remove(&tag);
+    }
+    (before - unanswered.len()) as u64
 }
 
 /// The delivery tag that begins like this.
@@ -321,12 +340,12 @@ fn method(frame: &[u8]) -> Option<(u16, u16)> {
 
 fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> bool {
     let Some(method) = method(frame) else { return true };
-    let acked = unanswered.note(frame, from, method);
+    let answered = unanswered.note(frame, from, method);
     match (from, method) {
         (From::Client, (60, 40)) => line.publishes.fetch_add(1, SeqCst),
-        (From::Client, (60, 80)) => line.acks.fetch_add(acked.max(1), SeqCst),
+        (From::Client, (60, 80)) => line.acks.fetch_add(answered.max(1), SeqCst),
         (From::Broker, (60, 80 | 120)) if line.swallow_confirms.load(SeqCst) => {
-            line.swallowed.fetch_add(1, SeqCst);
+            line.swallowed.fetch_add(answered.max(1), SeqCst);
             return false;
         }
         _ => 0,
