@@ -1,6 +1,7 @@
 //! Connections that are opened when needed and opened again when they die.
 
 use std::{
+    collections::HashMap,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -18,12 +19,11 @@ use tokio::{
     time::Instant,
 };
 
-use super::{
-    Broker,
-    dial::open,
-    pipe::{Berth, Pipe},
-};
+use super::{Broker, dial::open, pipe::Pipe};
 use crate::{Error, ErrorKind, clock::Backoff};
+
+/// What RabbitMQ negotiates unless told otherwise.
+const CHANNEL_MAX: u16 = 2047;
 
 /// A connection that several users share.
 #[derive(Debug, Default)]
@@ -62,8 +62,8 @@ pub(super) struct Session {
     pub(super) number: u64,
     pub(super) connection: Connection,
     retired: AtomicBool,
-    /// The channels that publish, for all consumers together.
-    pipes: tokio::sync::Mutex<Vec<Pipe>>,
+    /// The channels that publish, by queue, for all consumers together.
+    pipes: tokio::sync::Mutex<HashMap<String, Pipe>>,
     /// One at a time publishes on a channel of its own.
     alone: Semaphore,
 }
@@ -171,19 +171,23 @@ impl Session {
         self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
     }
 
-    /// Room for a copy for this queue, on a channel that others use as well.
-    pub(super) async fn berth(&self, queue: &str) -> Result<(Pipe, Berth), lapin::Error> {
+    /// The channel on which copies for this queue are published; none if there are as many as may be.
+    pub(super) async fn pipe(&self, queue: &str) -> Result<Option<Pipe>, lapin::Error> {
         let mut pipes = self.pipes.lock().await;
-        pipes.retain(Pipe::is_open);
-        let room = pipes.iter().find_map(|pipe| Some((pipe.clone(), pipe.berth(queue)?)));
-        match room {
-            Some(room) => Ok(room),
-            None => {
-                let (pipe, berth) = Pipe::open(&self.connection, queue).await?;
-                pipes.push(pipe.clone());
-                Ok((pipe, berth))
-            }
+        if let Some(pipe) = pipes.get(queue).filter(|pipe| pipe.is_open()) {
+            return Ok(Some(pipe.clone()));
         }
+        pipes.retain(|_, pipe| pipe.is_open());
+        let most = most_pipes(self.connection.configuration().channel_max());
+        if pipes.len() >= most {
+            pipes.retain(|_, pipe| !pipe.is_idle());
+        }
+        if pipes.len() >= most {
+            return Ok(None);
+        }
+        let pipe = Pipe::open(&self.connection).await?;
+        pipes.insert(queue.to_owned(), pipe.clone());
+        Ok(Some(pipe))
     }
 
     /// The right to publish on a channel of its own.
@@ -193,8 +197,16 @@ impl Session {
     }
 }
 
+/// Half of the channels that the broker allows: the others are for declaring and checking queues, and
+/// for those that are about to be closed.
+fn most_pipes(channel_max: u16) -> usize {
+    // 0 means that the broker sets no limit.
+    let channels = if channel_max == 0 { CHANNEL_MAX } else { channel_max };
+    usize::from(channels / 2).max(1)
+}
+
 /// Nothing panics while it holds one of these.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

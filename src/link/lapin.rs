@@ -96,7 +96,7 @@ impl LapinLink {
         confirmed(self.land(session, copy, true).await, session.number, &queue)
     }
 
-    /// On the channel that all use, or alone on one of its own.
+    /// On the channel for this queue, or alone on one of its own.
     async fn land(&self, session: &Session, copy: Outgoing, alone: bool) -> Landed {
         if session.connection.status().blocked() {
             // What is published now would be sent, and confirmed, only when the alarm is over.
@@ -105,21 +105,25 @@ impl LapinLink {
         }
         let opening = async {
             if !alone {
-                return Ok((session.berth(&copy.queue).await?, None));
+                return Ok((session.pipe(&copy.queue).await?, None));
             }
             let turn = session.alone().await;
-            Ok((Pipe::open(&session.connection, &copy.queue).await?, Some(turn)))
+            Ok((Some(Pipe::open(&session.connection).await?), Some(turn)))
         };
         let opened = tokio::time::timeout(self.confirm_timeout, opening).await;
-        let ((pipe, berth), _turn) = match opened {
-            Ok(Ok(opened)) => opened,
+        let (pipe, _turn) = match opened {
+            Ok(Ok((Some(pipe), turn))) => (pipe, turn),
+            Ok(Ok((None, _))) => {
+                let why = "all channels of the publishing connection are in use";
+                return Landed::NotSent(why.to_owned());
+            }
             Ok(Err(error)) => return Landed::NotSent(lapin::Error::to_string(&error)),
             Err(_) => {
                 self.retire(session.number);
                 return Landed::NotSent("the broker opened no channel in time".to_owned());
             }
         };
-        let mut landing = pin!(pipe.publish(copy, berth));
+        let mut landing = pin!(pipe.publish(copy));
         loop {
             match tokio::time::timeout(self.confirm_timeout, &mut landing).await {
                 Ok(landed) => return landed,

@@ -1,15 +1,14 @@
 //! One channel with many publishes in flight, and what the broker answers to each.
 //!
+//! Each queue has its own: the first copy for a quorum queue that does not answer stops the channel, and
+//! with it all copies behind it (3.10, 4.3).
+//!
 //! lapin gives a returned message to the confirm that it works off next, whosever that is. It keeps
 //! the order, so a confirm that comes with none tells that all returned so far have been given out,
 //! to confirms that were worked off before it. Therefore an answer is judged only together with all
 //! those that have come; and one that comes with another's message, when all in flight have come.
 
-use std::{
-    collections::{HashMap, hash_map::Entry},
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{sync::Arc, time::Duration};
 
 use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
 use lapin::{
@@ -20,12 +19,9 @@ use lapin::{
 };
 use tokio::sync::{mpsc, oneshot};
 
-use super::connection::{is_closed, is_refusal, lock};
+use super::connection::{is_closed, is_refusal};
 use crate::message::{Message, Outgoing};
 
-/// How many copies for one queue may be in flight on a channel. At 32 without an answer a quorum queue
-/// stops the channel, and one that has lost its majority would stop the copies for all others.
-const FOR_ONE_QUEUE: usize = 30;
 /// How often a channel that is used no more looks whether somebody still waits for an answer.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -50,59 +46,22 @@ pub(super) enum Landed {
 pub(super) struct Pipe {
     orders: mpsc::UnboundedSender<Order>,
     channel: Channel,
-    taken: Berths,
 }
 
 #[derive(Debug)]
 struct Order {
     copy: Outgoing,
-    berth: Berth,
     tell: oneshot::Sender<Landed>,
 }
 
-/// How many are in flight, by queue.
-type Berths = Arc<Mutex<HashMap<String, usize>>>;
-
-/// One of those, for as long as this lives.
-#[derive(Debug)]
-pub(super) struct Berth {
-    queue: String,
-    taken: Berths,
-}
-
-impl Berth {
-    fn new(queue: &str, taken: &Berths) -> Self {
-        *lock(taken).entry(queue.to_owned()).or_default() += 1;
-        Self { queue: queue.to_owned(), taken: Arc::clone(taken) }
-    }
-}
-
-impl Drop for Berth {
-    fn drop(&mut self) {
-        let mut taken = lock(&self.taken);
-        if let Entry::Occupied(mut number) = taken.entry(std::mem::take(&mut self.queue)) {
-            *number.get_mut() -= 1;
-            if *number.get() == 0 {
-                number.remove();
-            }
-        }
-    }
-}
-
 impl Pipe {
-    /// Opened for a first copy.
-    pub(super) async fn open(
-        connection: &Connection,
-        queue: &str,
-    ) -> Result<(Self, Berth), lapin::Error> {
+    pub(super) async fn open(connection: &Connection) -> Result<Self, lapin::Error> {
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
         // No more are in it than there are slots for hand-offs.
         let (orders, taken) = mpsc::unbounded_channel();
         tokio::spawn(carry(channel.clone(), taken));
-        let pipe = Self { orders, channel, taken: Berths::default() };
-        let berth = Berth::new(queue, &pipe.taken);
-        Ok((pipe, berth))
+        Ok(Self { orders, channel })
     }
 
     /// False once it takes no more copies.
@@ -110,15 +69,14 @@ impl Pipe {
         !self.orders.is_closed() && self.channel.status().connected()
     }
 
-    /// Room for a copy for this queue, if there is any.
-    pub(super) fn berth(&self, queue: &str) -> Option<Berth> {
-        let full = lock(&self.taken).get(queue).is_some_and(|number| *number >= FOR_ONE_QUEUE);
-        (!full).then(|| Berth::new(queue, &self.taken))
+    /// Nobody else has it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.orders.strong_count() == 1
     }
 
-    pub(super) async fn publish(&self, copy: Outgoing, berth: Berth) -> Landed {
+    pub(super) async fn publish(&self, copy: Outgoing) -> Landed {
         let (tell, told) = oneshot::channel();
-        if self.orders.send(Order { copy, berth, tell }).is_err() {
+        if self.orders.send(Order { copy, tell }).is_err() {
             return Landed::NotSent("the channel takes no more".to_owned());
         }
         told.await.unwrap_or_else(|_| Landed::Undecided("the runtime shuts down".to_owned()))
@@ -155,11 +113,11 @@ async fn carry(channel: Channel, mut orders: mpsc::UnboundedReceiver<Order>) {
     }
 }
 
-async fn publish(channel: &Channel, Order { copy, berth, tell }: Order) -> Answer {
+async fn publish(channel: &Channel, Order { copy, tell }: Order) -> Answer {
     let Outgoing { queue, properties, original } = copy;
     let id = properties.message_id().clone();
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-    let (to, body) = (queue.into(), &original.body);
+    let (to, body) = (queue.as_str().into(), &original.body);
     let said = match channel.basic_publish("".into(), to, options, body, properties).await {
         Ok(confirm) => match confirm.await {
             Ok(Confirmation::Ack(returned)) => Said::Ack(returned.map(Stray::from)),
@@ -175,7 +133,7 @@ async fn publish(channel: &Channel, Order { copy, berth, tell }: Order) -> Answe
         Err(error) if is_closed(&error) => Said::NotSent(error.to_string()),
         Err(error) => Said::Undecided(error.to_string()),
     };
-    Answer { asked: Asked { berth, id, original, tell }, said }
+    Answer { asked: Asked { queue, id, original, tell }, said }
 }
 
 #[derive(Debug)]
@@ -187,7 +145,7 @@ struct Answer {
 /// Who waits, and how to know the copy again.
 #[derive(Debug)]
 struct Asked {
-    berth: Berth,
+    queue: String,
     id: Option<ShortString>,
     original: Arc<Message>,
     tell: oneshot::Sender<Landed>,
@@ -233,7 +191,7 @@ impl From<BasicReturnMessage> for Stray {
 impl Stray {
     /// What is alike in this is as good as the same.
     fn is(&self, asked: &Asked) -> bool {
-        self.queue.as_str() == asked.berth.queue
+        self.queue.as_str() == asked.queue
             && self.id == asked.id
             && self.body == asked.original.body
     }
@@ -321,8 +279,7 @@ mod tests {
     fn asked(n: usize) -> (Asked, oneshot::Receiver<Landed>) {
         let (tell, told) = oneshot::channel();
         let id = Some(format!("{n}").into());
-        let berth = Berth::new("lane", &Berths::default());
-        (Asked { berth, id, original: message("body"), tell }, told)
+        (Asked { queue: "lane".to_owned(), id, original: message("body"), tell }, told)
     }
 
     fn stray(n: usize) -> Stray {

@@ -209,7 +209,7 @@ async fn all_consumers_of_a_broker_together_publish_on_a_few_channels() {
     let ids = scene.fill(200).await;
     let (publishing, users) =
         (Proxy::start(broker_addr()).await, Proxy::start(broker_addr()).await);
-    // Three for 64 copies to each of two queues, and those that declared the queues.
+    // One for each of two queues, and those that declared them.
     let broker = Broker::from(publishing.url(&scene.url()) + "?channel_max=8");
     let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
     let connection = connect(&users.url(&scene.url())).await;
@@ -236,6 +236,33 @@ async fn all_consumers_of_a_broker_together_publish_on_a_few_channels() {
     for (retry, ..) in consumers {
         within("close", retry.close()).await.unwrap();
     }
+}
+
+/// As the broker's quorum queue does that has lost its majority: it stops the channel.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_does_not_answer_delays_no_copy_for_another() {
+    let scene = Scene::new().await;
+    let ids = scene.fill(200).await;
+    let proxy = Proxy::start(broker_addr()).await;
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(proxy.url(&scene.url()), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    proxy.freeze(Some(BURIED));
+    let rejects_ten = |job: &Job| match job.id() {
+        id if id < "0010" => Err(reject(anyhow!("never")).into()),
+        _ => Err(anyhow!("not now")),
+    };
+    let _running = settle_all(&retry, consume(&channel, "work", 200).await, rejects_ten);
+    let retried: BTreeSet<String> =
+        ids.iter().filter(|id| id.as_str() >= "0010").cloned().collect();
+    eventually("the others are retried", PATIENCE, async || scene.journal.handed_off() == retried)
+        .await;
+    assert_eq!(scene.journal.undecided(), 0);
+
+    proxy.freeze(None);
+    proxy.cut().await;
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
+    within("close", retry.close()).await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -35,6 +35,7 @@ struct Line {
     refuse: AtomicBool,
     swallow_confirms: AtomicBool,
     alarm: watch::Sender<bool>,
+    frozen: Mutex<Option<String>>,
     /// Bytes that may still pass; without a limit if that is 0 or less.
     bytes_left: AtomicI64,
     stall: watch::Sender<bool>,
@@ -91,6 +92,12 @@ impl Proxy {
     /// `multiple` flag, once the switch is off, confirms the swallowed ones too.
     pub(crate) fn swallow_confirms(&self, on: bool) {
         self.line.swallow_confirms.store(on, SeqCst);
+    }
+
+    /// Stops each channel that publishes to this queue, as the broker does whose quorum queue does not
+    /// answer: nothing comes back on it any more.
+    pub(crate) fn freeze(&self, queue: Option<&str>) {
+        *self.line.frozen.lock().expect("no panic inside") = queue.map(str::to_owned);
     }
 
     /// Reads and passes nothing in either direction, with the sockets open: a dead network.
@@ -243,6 +250,7 @@ struct OnChannel {
     deliveries: BTreeSet<u64>,
     published: u64,
     publishes: BTreeSet<u64>,
+    frozen: bool,
 }
 
 impl Unanswered {
@@ -274,6 +282,25 @@ impl Unanswered {
         }
         0
     }
+}
+
+impl Unanswered {
+    /// Whether the channel of a frame is frozen, from this frame on.
+    fn is_frozen(&self, frame: &[u8], from: From, queue: Option<&str>) -> bool {
+        let mut channels = self.0.lock().expect("no panic inside");
+        let channel = channels.entry([frame[1], frame[2]]).or_default();
+        if matches!(from, From::Client) && method(frame) == Some((60, 40)) {
+            // Two reserved bytes, and then the exchange, which is the default one.
+            channel.frozen |= queue.is_some() && routing_key(&frame[11..]) == queue;
+        }
+        channel.frozen
+    }
+}
+
+/// Of a publish to the default exchange.
+fn routing_key(arguments: &[u8]) -> Option<&str> {
+    let [_, _, 0, length, rest @ ..] = arguments else { return None };
+    std::str::from_utf8(rest.get(..usize::from(*length))?).ok()
 }
 
 /// How many are answered by this.
@@ -339,6 +366,11 @@ fn method(frame: &[u8]) -> Option<(u16, u16)> {
 }
 
 fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> bool {
+    let frozen = line.frozen.lock().expect("no panic inside").clone();
+    let is_frozen = unanswered.is_frozen(frame, from, frozen.as_deref());
+    if is_frozen && matches!(from, From::Broker) {
+        return false;
+    }
     let Some(method) = method(frame) else { return true };
     let answered = unanswered.note(frame, from, method);
     match (from, method) {
