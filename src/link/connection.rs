@@ -15,7 +15,7 @@ use lapin::{
 };
 
 use tokio::{
-    sync::{Semaphore, SemaphorePermit},
+    sync::{OnceCell, Semaphore, SemaphorePermit},
     time::Instant,
 };
 
@@ -63,7 +63,7 @@ pub(super) struct Session {
     pub(super) connection: Connection,
     retired: AtomicBool,
     /// The channels that publish, by queue, for all consumers together.
-    pipes: tokio::sync::Mutex<HashMap<String, Pipe>>,
+    pipes: Mutex<HashMap<String, Arc<OnceCell<Pipe>>>>,
     /// One at a time publishes on a channel of its own.
     alone: Semaphore,
 }
@@ -120,7 +120,7 @@ impl Shared {
                     number: opening.opened,
                     connection,
                     retired: AtomicBool::new(false),
-                    pipes: tokio::sync::Mutex::default(),
+                    pipes: Mutex::default(),
                     alone: Semaphore::new(1),
                 });
                 *lock(&self.current) = Some(Arc::clone(&session));
@@ -173,21 +173,27 @@ impl Session {
 
     /// The channel on which copies for this queue are published; none if there are as many as may be.
     pub(super) async fn pipe(&self, queue: &str) -> Result<Option<Pipe>, lapin::Error> {
-        let mut pipes = self.pipes.lock().await;
-        if let Some(pipe) = pipes.get(queue).filter(|pipe| pipe.is_open()) {
-            return Ok(Some(pipe.clone()));
+        let Some(cell) = self.pipe_cell(queue) else { return Ok(None) };
+        // Nobody who wants another waits while this one is opened.
+        let opened = cell.get_or_try_init(|| Pipe::open(&self.connection)).await?;
+        Ok(Some(opened.clone()))
+    }
+
+    fn pipe_cell(&self, queue: &str) -> Option<Arc<OnceCell<Pipe>>> {
+        let is_open = |cell: &Arc<OnceCell<Pipe>>| cell.get().is_none_or(Pipe::is_open);
+        let mut pipes = lock(&self.pipes);
+        if let Some(cell) = pipes.get(queue).filter(|cell| is_open(cell)) {
+            return Some(Arc::clone(cell));
         }
-        pipes.retain(|_, pipe| pipe.is_open());
+        pipes.retain(|_, cell| is_open(cell));
         let most = most_pipes(self.connection.configuration().channel_max());
         if pipes.len() >= most {
-            pipes.retain(|_, pipe| !pipe.is_idle());
+            let is_idle = |cell: &Arc<OnceCell<Pipe>>| {
+                Arc::strong_count(cell) == 1 && cell.get().is_none_or(Pipe::is_idle)
+            };
+            pipes.retain(|_, cell| !is_idle(cell));
         }
-        if pipes.len() >= most {
-            return Ok(None);
-        }
-        let pipe = Pipe::open(&self.connection).await?;
-        pipes.insert(queue.to_owned(), pipe.clone());
-        Ok(Some(pipe))
+        (pipes.len() < most).then(|| Arc::clone(pipes.entry(queue.to_owned()).or_default()))
     }
 
     /// The right to publish on a channel of its own.
@@ -259,8 +265,8 @@ pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
     Error::new(kind, format!("{what}: {text}")).because(error.clone())
 }
 
-/// True if the broker answered that it does not do what was asked: with one request in flight on
-/// a channel, the answer is to that request.
+/// True if the broker answered that it does not do what was asked. It closes the channel, so with
+/// several requests in flight there all of them hear it.
 pub(super) fn is_refusal(error: &lapin::Error) -> bool {
     matches!(error.kind(), LapinErrorKind::ProtocolError(amqp)
         if matches!(amqp.kind(), AMQPErrorKind::Soft(_)))

@@ -97,33 +97,40 @@ impl LapinLink {
     }
 
     /// On the channel for this queue, or alone on one of its own.
-    async fn land(&self, session: &Session, copy: Outgoing, alone: bool) -> Landed {
+    async fn land(&self, session: &Session, mut copy: Outgoing, alone: bool) -> Landed {
         if session.connection.status().blocked() {
             // What is published now would be sent, and confirmed, only when the alarm is over.
             let why = "the broker blocks publishers (a memory or disk alarm)";
             return Landed::NotSent(why.to_owned());
         }
-        let opening = async {
-            if !alone {
-                return Ok((session.pipe(&copy.queue).await?, None));
-            }
-            let turn = session.alone().await;
-            Ok((Some(Pipe::open(&session.connection).await?), Some(turn)))
+        let busy = || Landed::NotSent("all channels that publish are in use".to_owned());
+        let turn = async { if alone { Some(session.alone().await) } else { None } };
+        let Ok(_turn) = tokio::time::timeout(self.confirm_timeout, turn).await else {
+            return busy();
         };
-        let opened = tokio::time::timeout(self.confirm_timeout, opening).await;
-        let (pipe, _turn) = match opened {
-            Ok(Ok((Some(pipe), turn))) => (pipe, turn),
-            Ok(Ok((None, _))) => {
-                let why = "all channels of the publishing connection are in use";
-                return Landed::NotSent(why.to_owned());
-            }
-            Ok(Err(error)) => return Landed::NotSent(lapin::Error::to_string(&error)),
-            Err(_) => {
-                self.retire(session.number);
-                return Landed::NotSent("the broker opened no channel in time".to_owned());
+        let landing = loop {
+            let opening = async {
+                match alone {
+                    true => Pipe::open(&session.connection).await.map(Some),
+                    false => session.pipe(&copy.queue).await,
+                }
+            };
+            let pipe = match tokio::time::timeout(self.confirm_timeout, opening).await {
+                Ok(Ok(Some(pipe))) => pipe,
+                Ok(Ok(None)) => return busy(),
+                Ok(Err(error)) => return Landed::NotSent(error.to_string()),
+                Err(_) => {
+                    self.retire(session.number);
+                    return Landed::NotSent("the broker opened no channel in time".to_owned());
+                }
+            };
+            match pipe.publish(copy) {
+                Ok(landing) => break landing,
+                // Closed since it was looked up.
+                Err(back) => copy = *back,
             }
         };
-        let mut landing = pin!(pipe.publish(copy));
+        let mut landing = pin!(landing);
         loop {
             match tokio::time::timeout(self.confirm_timeout, &mut landing).await {
                 Ok(landed) => return landed,

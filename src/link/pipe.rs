@@ -8,9 +8,16 @@
 //! to confirms that were worked off before it. Therefore an answer is judged only together with all
 //! those that have come; and one that comes with another's message, when all in flight have come.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::{Context, Poll, Wake, Waker},
+    time::Duration,
+};
 
-use futures_util::{FutureExt, StreamExt, stream::FuturesUnordered};
+use futures_util::{StreamExt, stream::FuturesUnordered};
 use lapin::{
     Channel, Confirmation, Connection,
     message::BasicReturnMessage,
@@ -41,7 +48,8 @@ pub(super) enum Landed {
     Undecided(String),
 }
 
-/// The way to the task that has the channel. Both end when nobody has one of these any more.
+/// The way to the task that has the channel. Both end when nobody has one of these any more, or when
+/// the channel has met what spoils it and all in flight have their answers.
 #[derive(Clone, Debug)]
 pub(super) struct Pipe {
     orders: mpsc::UnboundedSender<Order>,
@@ -58,13 +66,13 @@ impl Pipe {
     pub(super) async fn open(connection: &Connection) -> Result<Self, lapin::Error> {
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        // No more are in it than there are slots for hand-offs.
+        // No more are in it than all consumers together have slots for hand-offs.
         let (orders, taken) = mpsc::unbounded_channel();
         tokio::spawn(carry(channel.clone(), taken));
         Ok(Self { orders, channel })
     }
 
-    /// False once it takes no more copies.
+    /// False once it takes no more.
     pub(super) fn is_open(&self) -> bool {
         !self.orders.is_closed() && self.channel.status().connected()
     }
@@ -74,12 +82,20 @@ impl Pipe {
         self.orders.strong_count() == 1
     }
 
-    pub(super) async fn publish(&self, copy: Outgoing) -> Landed {
+    /// What becomes of the copy; or the copy, if it takes no more.
+    pub(super) fn publish(
+        &self,
+        copy: Outgoing,
+    ) -> Result<impl Future<Output = Landed> + use<>, Box<Outgoing>> {
         let (tell, told) = oneshot::channel();
-        if self.orders.send(Order { copy, tell }).is_err() {
-            return Landed::NotSent("the channel takes no more".to_owned());
-        }
-        told.await.unwrap_or_else(|_| Landed::Undecided("the runtime shuts down".to_owned()))
+        self.orders.send(Order { copy, tell }).map_err(|back| Box::new(back.0.copy))?;
+        // As long as somebody waits the task goes on.
+        let waits = self.clone();
+        Ok(async move {
+            let landed = told.await;
+            drop(waits);
+            landed.unwrap_or_else(|_| Landed::Undecided("the runtime shuts down".to_owned()))
+        })
     }
 }
 
@@ -96,9 +112,7 @@ async fn carry(channel: Channel, mut orders: mpsc::UnboundedReceiver<Order>) {
             },
             Some(first) = in_flight.next() => {
                 let mut answers = vec![first];
-                while let Some(Some(next)) = in_flight.next().now_or_never() {
-                    answers.push(next);
-                }
+                take_all_ready(&mut in_flight, &mut answers);
                 judge.hear(answers, in_flight.len());
                 if judge.spoiled {
                     orders.close();
@@ -110,6 +124,30 @@ async fn carry(channel: Channel, mut orders: mpsc::UnboundedReceiver<Order>) {
                 }
             }
         }
+    }
+}
+
+/// All that have come. That nothing is to be had does not say that nothing is there:
+/// `FuturesUnordered` at times leaves off, and wakes whoever asked.
+fn take_all_ready<F: Future>(futures: &mut FuturesUnordered<F>, ready: &mut Vec<F::Output>) {
+    let again = Arc::new(Again::default());
+    let waker = Waker::from(Arc::clone(&again));
+    loop {
+        match futures.poll_next_unpin(&mut Context::from_waker(&waker)) {
+            Poll::Ready(Some(one)) => ready.push(one),
+            Poll::Ready(None) => return,
+            Poll::Pending if again.0.swap(false, Ordering::AcqRel) => {}
+            Poll::Pending => return,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Again(AtomicBool);
+
+impl Wake for Again {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Release);
     }
 }
 
@@ -212,7 +250,8 @@ struct Judge {
 impl Judge {
     /// Of all that have come by now, and how many are still in flight.
     fn hear(&mut self, mut answers: Vec<Answer>, in_flight: usize) {
-        let alone = answers.len() + in_flight == 1;
+        // lapin tells those in flight one by one that the channel is closed.
+        let alone = !self.dead && answers.len() + in_flight == 1;
         let mut doubts = Vec::with_capacity(answers.len());
         for Answer { said, .. } in &mut answers {
             let stray = match said {
@@ -263,6 +302,7 @@ impl Judge {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures_util::FutureExt;
     use proptest::prelude::*;
     use std::collections::VecDeque;
 
@@ -377,6 +417,48 @@ mod tests {
             let stray = fates.iter().any(|fate| matches!(fate, Fate::Returned | Fate::Refused));
             prop_assert!(judge.spoiled || !stray);
         }
+    }
+
+    #[test]
+    fn all_that_have_come_are_taken_whatever_else_is_polled_between() {
+        // Each is woken while it is polled, which makes the set leave off.
+        let restless = || async {
+            for _ in 0..3 {
+                let mut woken = false;
+                std::future::poll_fn(|context| {
+                    context.waker().wake_by_ref();
+                    if std::mem::replace(&mut woken, true) {
+                        Poll::Ready(())
+                    } else {
+                        Poll::Pending
+                    }
+                })
+                .await;
+            }
+            0
+        };
+        let mut futures: FuturesUnordered<futures_util::future::BoxFuture<'_, i32>> =
+            FuturesUnordered::new();
+        for _ in 0..10 {
+            futures.push(restless().boxed());
+        }
+        for n in 1..=10 {
+            futures.push(async move { n }.boxed());
+        }
+        futures.push(std::future::pending().boxed());
+        let mut ready = Vec::new();
+        take_all_ready(&mut futures, &mut ready);
+        assert_eq!((ready.len(), futures.len()), (20, 1));
+    }
+
+    #[test]
+    fn of_several_that_are_refused_none_was_alone() {
+        let refused = || Said::Refused(lapin::ErrorKind::InvalidChannel(1).into());
+        let (mut judge, (one, _told), (other, mut told)) = (Judge::default(), asked(0), asked(1));
+        judge.hear(vec![Answer { asked: one, said: refused() }], 1);
+        judge.hear(vec![Answer { asked: other, said: refused() }], 0);
+        let landed = told.try_recv().unwrap();
+        assert!(matches!(landed, Landed::Refused { alone: false, .. }), "{landed:?}");
     }
 
     #[test]

@@ -75,6 +75,7 @@ impl Acks {
     }
 
     async fn ack_all(self: Arc<Self>) {
+        let _acking = Acking(&self);
         loop {
             if !self.state().book.is_enough() {
                 let _ = tokio::time::timeout(GATHER, self.enough.notified()).await;
@@ -92,6 +93,7 @@ impl Acks {
             join_all(rows.into_iter().map(|row| self.ack(row))).await;
             let mut state = self.state();
             if state.book.is_idle() {
+                // At once, so that none that finishes now takes it for being at work.
                 state.acking = false;
                 return;
             }
@@ -109,6 +111,17 @@ impl Acks {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// If the task ends by a panic (of whoever listens to our logs), the next to finish starts another.
+struct Acking<'a>(&'a Acks);
+
+impl Drop for Acking<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.state().acking = false;
+        }
     }
 }
 
