@@ -275,11 +275,12 @@ impl Ledger {
 
     /// Why the same message was delivered again, if it was: by the broker, or set aside by a worker.
     fn cause(&self, lines: &[Line], before: &Line, now: &Line) -> Option<Source> {
-        // It is told of when its copy is confirmed, which may be run by then.
+        // It is told of when its copy is confirmed, which may be run by then; and not at all by a
+        // worker that ends meanwhile, but the copy shows it.
         let until = now.at + LATE_MS;
-        let set_aside = lines
-            .iter()
-            .any(|line| line.verb == Verb::SetAside && (before.at..=until).contains(&line.at));
+        let told =
+            |line: &Line| line.verb == Verb::SetAside && (before.at..=until).contains(&line.at);
+        let set_aside = now.copy.starts_with('/') || lines.iter().any(told);
         // A stale delivery may be run after the one that took its place.
         if !(now.redelivered || before.redelivered || set_aside) {
             return None;
