@@ -184,7 +184,7 @@ impl Api {
         if let Some(authorization) = &self.authorization {
             request = request.header(AUTHORIZATION, authorization);
         }
-        let mut response = request.call().map_err(|error| error.to_string())?;
+        let mut response = request.call().map_err(|error| failed(&error))?;
         let status = response.status();
         if !status.is_success() {
             let hint = match status.as_u16() {
@@ -194,9 +194,17 @@ impl Api {
             };
             return Err(format!("{status}{hint}"));
         }
-        let text = response.body_mut().read_to_string().map_err(|error| error.to_string())?;
+        let text = response.body_mut().read_to_string().map_err(|error| failed(&error))?;
         serde_json::from_str(&text)
             .map_err(|error| format!("its answer is not understood: {error}"))
+    }
+}
+
+/// Whoever waits for the look gives up at the same moment, and may be later: both say the same.
+fn failed(error: &ureq::Error) -> String {
+    match error {
+        ureq::Error::Timeout(_) => format!("did not answer within {BOUND:?}"),
+        other => other.to_string(),
     }
 }
 

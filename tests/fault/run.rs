@@ -187,7 +187,8 @@ async fn drain(site: &Site, ledger: &Mutex<Ledger>, published: &Published) -> Ve
                 continue;
             };
             if messages > 0 {
-                left.push(format!("{name}: {messages}"));
+                let unacked = queue.and_then(|queue| queue["messages_unacknowledged"].as_u64());
+                left.push(format!("{name}: {messages}, {} unacked", unacked.unwrap_or(0)));
             }
         }
         if !left.is_empty() {
