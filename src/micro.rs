@@ -1,10 +1,13 @@
 //! What the parts cost that need no broker. A benchmark cannot reach them, for they are private:
 //!
 //! ```sh
-//! cargo test --release --lib micro -- --ignored --nocapture
+//! MICRO_CALLS=20000 cargo test --release --lib micro -- --nocapture
 //! ```
+//!
+//! An ordinary run calls each a few times, and its figures mean nothing.
 
 use std::{
+    env,
     hint::black_box,
     io,
     sync::Arc,
@@ -23,15 +26,16 @@ use crate::{
 
 const COPIER: Copier<'static> = Copier { work_queue: "orders", user: "worker", frame_max: 131_072 };
 const ROUNDS: usize = 9;
-const CALLS: u32 = 20_000;
 
 /// Prints the median of some rounds.
 fn measure<T>(what: &str, mut call: impl FnMut() -> T) {
+    let calls =
+        env::var("MICRO_CALLS").map_or(10, |calls| calls.parse().expect("a number of calls"));
     let mut rounds: Vec<Duration> = (0..ROUNDS)
         .map(|_| {
             let begun = Instant::now();
-            (0..CALLS).for_each(|_| drop(black_box(call())));
-            begun.elapsed() / CALLS
+            (0..calls).for_each(|_| drop(black_box(call())));
+            begun.elapsed() / calls
         })
         .collect();
     rounds.sort_unstable();
@@ -62,7 +66,6 @@ fn after(failures: usize) -> Arc<Message> {
 }
 
 #[test]
-#[ignore = "measures, and proves nothing"]
 fn headers() {
     for failures in [0, 1, 8] {
         let message = after(failures);
@@ -77,7 +80,6 @@ fn headers() {
 }
 
 #[test]
-#[ignore = "measures, and proves nothing"]
 fn placing() {
     let settings = Settings::new(RetryPolicy::new([15, 30, 60, 120, 240, 480, 960]));
     let rules = Rules::new("orders", &settings, QueueType::Quorum).unwrap();
@@ -95,7 +97,6 @@ fn placing() {
 }
 
 #[test]
-#[ignore = "measures, and proves nothing"]
 fn classify() {
     let settings = Settings::new(RetryPolicy::default())
         .classify(|_: &std::fmt::Error| Some(Outcome::Reject))
