@@ -153,7 +153,7 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn limits(&self) -> Limits;
     /// Empty if the address is wrong.
     fn vhost(&self) -> String;
-    /// Waits until a broker that took no connections takes them again.
+    /// Waits until a broker that was away answers again.
     fn until_back(&self) -> BoxFuture<'_, ()>;
     /// The broker blocks publishers: a memory or disk alarm.
     fn is_blocked(&self) -> bool;

@@ -138,18 +138,23 @@ async fn lapins_own_recovery_does_not_get_in_the_way() {
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }
 
+/// It waits for hours unless something ends the wait.
+async fn start_patient(scene: &Scene, url: String) -> Handle {
+    let hours = Duration::from_secs(100 * 60 * 60);
+    builder(scene, url)
+        .reconnect(Reconnect::default().first(hours).max(hours))
+        .handler(|_: Job| async { Ok(()) })
+        .start()
+        .await
+        .unwrap()
+}
+
 /// The wait after a long outage may be long; the broker's return ends it.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_consumer_is_back_soon_after_its_broker_is() {
     let scene = Scene::new().await;
     let proxy = Proxy::start(broker_addr()).await;
-    let hours = Duration::from_secs(100 * 60 * 60);
-    let handle = builder(&scene, proxy.url(&scene.url()))
-        .reconnect(Reconnect::default().first(hours).max(hours))
-        .handler(|_: Job| async { Ok(()) })
-        .start()
-        .await
-        .unwrap();
+    let handle = start_patient(&scene, proxy.url(&scene.url())).await;
     takes_jobs(&scene, "1").await;
     let port = proxy.port();
     drop(proxy);
@@ -170,13 +175,7 @@ async fn a_consumer_is_back_soon_after_its_broker_is() {
 async fn a_consumer_is_back_soon_after_its_broker_is_where_connections_are_taken_without_it() {
     let scene = Scene::new().await;
     let proxy = Proxy::start(broker_addr()).await;
-    let hours = Duration::from_secs(100 * 60 * 60);
-    let handle = builder(&scene, proxy.url(&scene.url()))
-        .reconnect(Reconnect::default().first(hours).max(hours))
-        .handler(|_: Job| async { Ok(()) })
-        .start()
-        .await
-        .unwrap();
+    let handle = start_patient(&scene, proxy.url(&scene.url())).await;
     takes_jobs(&scene, "1").await;
     proxy.refuse(true);
     proxy.cut().await;
