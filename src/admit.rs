@@ -43,7 +43,7 @@ impl Engine {
             Arrival::RunAfter(left) => Some(Instant::now() + left),
             Arrival::Move(to) => {
                 let engine = Arc::clone(self);
-                self.spawn(async move { engine.hand_off(None, &job, &*tag, *to).await });
+                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
                 return None;
             }
         };

@@ -1,6 +1,7 @@
 //! Way in 2: give us the handler. The builder, and the handle of what it started.
 
 mod health;
+mod intake;
 mod one_by_one;
 mod reconnect;
 mod run;

@@ -26,14 +26,18 @@ impl HandOff {
         Self { link, slots: Arc::new(Semaphore::new(in_flight)) }
     }
 
+    pub(crate) fn free_slot(&self) -> Option<Slot> {
+        Arc::clone(&self.slots).try_acquire_owned().ok().map(Slot)
+    }
+
     pub(crate) async fn slot(&self) -> Slot {
         // The semaphore is never closed.
         Slot(Arc::clone(&self.slots).acquire_owned().await.expect("an open semaphore"))
     }
 
     /// One try. The slot is free again when it is over.
-    pub(crate) async fn publish(&self, copy: Outgoing, _slot: Slot) -> Confirmed {
-        self.link.publish(copy).await
+    pub(crate) async fn publish(&self, copy: Box<Outgoing>, _slot: Slot, alone: bool) -> Confirmed {
+        self.link.publish(copy, alone).await
     }
 
     /// The waits between one job's tries.

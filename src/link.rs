@@ -50,6 +50,9 @@ pub(crate) enum Confirmed {
     /// It may or may not: the answer did not come in time, or the channel died before. The number
     /// is the publishing connection's.
     Undecided(u64, String),
+    /// The broker refused a copy and closed the channel. Which of those on it is not told, nor what
+    /// became of the others: to be tried again alone.
+    Crowded(String),
 }
 
 /// What a copy must respect.
@@ -136,8 +139,9 @@ pub(crate) trait Control: Send + Sync {
 }
 
 pub(crate) trait Link: Debug + Send + Sync {
-    /// Publishes with `mandatory`, and waits for the broker's confirm for a bounded time.
-    fn publish(&self, copy: Outgoing) -> BoxFuture<'_, Confirmed>;
+    /// Publishes with `mandatory`, and waits for the broker's confirm for a bounded time. `alone` no
+    /// other copy is on its channel.
+    fn publish(&self, copy: Box<Outgoing>, alone: bool) -> BoxFuture<'_, Confirmed>;
     /// Publishes no more through this connection, which left a publish undecided.
     fn retire(&self, connection: u64);
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;

@@ -45,10 +45,11 @@ impl Message {
     /// How often it was delivered without an answer. A count is the broker's only if it was
     /// delivered before: else somebody may have copied it.
     pub(crate) fn interrupted(&self) -> Interrupted {
-        let counts = || [DELIVERY_COUNT, ACQUIRED_COUNT].iter().any(|n| self.header(n).is_some());
+        let (told, count) = (|name| self.header(name).is_some(), self.delivery_count());
         match self.redelivered {
             false => Interrupted::Never,
-            true if counts() => Interrupted::Times(self.delivery_count()),
+            true if told(ACQUIRED_COUNT) => Interrupted::Failed(count),
+            true if told(DELIVERY_COUNT) => Interrupted::Times(count),
             true => Interrupted::Before,
         }
     }

@@ -59,8 +59,8 @@ fn failed(mut story: Story, message: &Message) -> Story {
 /// As it comes after so many failures.
 fn after(failures: usize) -> Arc<Message> {
     (0..failures).fold(Arc::new(message(BasicProperties::default())), |before, _| {
-        let story = failed(Story::read(&before, "orders"), &before);
-        let copy = COPIER.onward(&before, "id", story, "lane", Some(15_000)).unwrap();
+        let mut story = failed(Story::read(&before, "orders"), &before);
+        let copy = COPIER.onward(&before, "id", &mut story, "lane", Some(15_000)).unwrap();
         Arc::new(message(copy.properties))
     })
 }
@@ -74,7 +74,8 @@ fn headers() {
             Story::read(&message, "orders")
         });
         measure(&format!("copy written, after {failures} failures and one more"), || {
-            COPIER.onward(&message, "id", failed(story.clone(), &message), "lane", Some(15_000))
+            let mut story = failed(story.clone(), &message);
+            COPIER.onward(&message, "id", &mut story, "lane", Some(15_000))
         });
     }
 }

@@ -3,6 +3,8 @@
 mod ack_book;
 mod acks;
 mod finished;
+mod key;
+mod made;
 mod pacing;
 mod plan;
 mod stuck;
@@ -38,7 +40,7 @@ use self::{
     suspects::Custody,
 };
 use crate::{
-    BuriedReason, Declare, Error, ErrorKind, Event, Job, Settings, Topology,
+    BuriedReason, Error, ErrorKind, Event, Job, Settings, Topology,
     clock::Clock,
     doctor::examine,
     event::emit,
@@ -47,7 +49,7 @@ use crate::{
     message::{Copier, Outgoing, TooLarge},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
-    topology::{Lane, about_permissions, declare, make},
+    topology::{about_permissions, declare},
 };
 
 /// All that one work queue needs to settle its jobs.
@@ -194,11 +196,6 @@ impl Engine {
         self.tasks.spawn_on(task, &self.runtime)
     }
 
-    /// Makes or verifies the queues again, after a lost connection.
-    pub(crate) async fn redeclare(&self) -> Result<(), Error> {
-        declare(&*self.link, &self.rules().topology, self.settings.declare).await
-    }
-
     /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may
     /// be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
@@ -220,41 +217,46 @@ impl Engine {
         ))
     }
 
-    /// Settles a job. Returns when the outcome is accepted: at once for a success, after a free
-    /// hand-off slot for a failure. The ack and the confirm follow.
-    pub(crate) async fn settle(
+    /// Settles a job. The outcome of a failure is accepted once there is a free hand-off slot for it:
+    /// then whoever settled may go on. The ack and the confirm follow.
+    pub(crate) fn settle(
         self: &Arc<Self>,
         job: Job,
         tag: Arc<dyn Tag>,
         (rules, epoch): (&Rules, Epoch),
         result: Result<(), anyhow::Error>,
-    ) -> Receipt {
+    ) -> (Receipt, Option<oneshot::Receiver<()>>) {
         let verdict = Verdict::from_result(result, &rules.classifiers);
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
         let (receipt, tell) = Receipt::new();
-        match rules.after_attempt(&job, verdict, self.now(), self.worker()) {
-            None => {
-                self.finished(&job);
-                self.ack(job, tag, |job| Event::Done { job }, tell);
-            }
-            // The wait for a slot is part of the task, so that close() knows of it, and a caller
-            // who gives up waiting leaves no job behind that nobody settles.
-            Some(to) => {
-                let engine = Arc::clone(self);
-                let (accepted, accepting) = oneshot::channel();
-                self.spawn(async move {
-                    let Some(slot) = engine.slot().await else {
-                        return tell(engine.given_up(&job));
-                    };
-                    let _ = accepted.send(());
-                    tell(engine.hand_off(Some(slot), &job, &*tag, to).await);
-                });
-                // An error means that the task has ended already.
-                let _ = accepting.await;
-            }
-        }
-        receipt
+        let to = rules.after_attempt(&job, verdict, self.now(), self.worker());
+        let Some(to) = to.map(Box::new) else {
+            self.finished(&job);
+            self.ack(job, tag, |job| Event::Done { job }, tell);
+            return (receipt, None);
+        };
+        let (engine, free) = (Arc::clone(self), self.free_slot());
+        let (accepted, accepting) = free.is_none().then(oneshot::channel::<()>).unzip();
+        // The wait for a slot is part of the task, so that close() knows of it, and a caller who
+        // gives up waiting leaves no job behind that nobody settles.
+        self.spawn(async move {
+            let slot = match free {
+                Some(slot) => Some(slot),
+                None => engine.slot().await,
+            };
+            drop(accepted);
+            tell(match slot {
+                Some(slot) => engine.hand_off(Some(slot), &job, &*tag, to).await,
+                None => engine.given_up(&job),
+            });
+        });
+        (receipt, accepting)
+    }
+
+    /// A hand-off slot that nobody has to wait for.
+    fn free_slot(&self) -> Option<Slot> {
+        if self.giving_up.is_cancelled() { None } else { self.handoff.free_slot() }
     }
 
     /// A free hand-off slot; none if it is too late for one.
@@ -316,31 +318,34 @@ impl Engine {
 
     /// The safety rule: publish the copy, wait for its confirm, and only then ack the original.
     /// While it fails the original stays unacked, and it is tried again.
-    pub(crate) async fn hand_off(
+    pub(crate) fn hand_off(
         &self,
         slot: Option<Slot>,
         job: &Job,
         tag: &dyn Tag,
-        to: Move,
-    ) -> Settled {
-        self.hand_off_again(slot, job, tag, to, false).await
+        to: Box<Move>,
+    ) -> impl Future<Output = Settled> + Send {
+        self.hand_off_again(slot, job, tag, to, false)
     }
 
     /// The same for one that may be owed: it has failed for long, before it was given back.
+    ///
+    /// Of each job that fails this is kept until the broker has confirmed, so what is rare is out of
+    /// the way, in a box.
     pub(crate) async fn hand_off_again(
         &self,
         mut slot: Option<Slot>,
         job: &Job,
         tag: &dyn Tag,
-        to: Move,
+        mut to: Box<Move>,
         owed: bool,
     ) -> Settled {
         if let To::WorkQueue | To::Alone = to.to {
             drop(slot.take());
-            self.until_quiet().await;
+            Box::pin(self.until_quiet()).await;
         }
         let mut trouble = Trouble::new(self, job, owed);
-        let mut tries = 0;
+        let (mut tries, mut alone) = (0, false);
         let (event, settled, queue) = loop {
             let slot = match slot.take() {
                 Some(slot) => slot,
@@ -356,11 +361,12 @@ impl Engine {
                 }
                 return self.given_up(job);
             }
-            let (copy, event, settled) = self.copy(job, &to);
+            let (copy, event, settled) = self.copy(job, &mut to);
             let queue = copy.queue.clone();
             let answer = match self.make_on_first_use(&queue).await {
                 Ok(()) => tokio::select! {
-                    answer = self.handoff.publish(copy, slot) => answer,
+                    biased;
+                    answer = self.handoff.publish(copy, slot, alone) => answer,
                     // The original is not acked, so nothing is lost.
                     () = self.giving_up.cancelled() => return self.given_up(job),
                 },
@@ -369,10 +375,11 @@ impl Engine {
                     Confirmed::NotSent(error)
                 }
             };
+            let crowded = matches!(answer, Confirmed::Crowded(_));
             let (why, undecided) = match answer {
                 Confirmed::Yes => break (event, settled, queue),
                 Confirmed::Returned(why) => {
-                    (self.declare_again(to.lane(), &queue, &why).await, false)
+                    (Box::pin(self.declare_again(to.lane(), &queue, &why)).await, false)
                 }
                 Confirmed::Nacked => {
                     ("the queue refused it: it is full, or not there".into(), false)
@@ -381,11 +388,11 @@ impl Engine {
                     (about_permissions(error, &self.queue()).to_string(), false)
                 }
                 Confirmed::Undecided(connection, why) => {
-                    // Each job is published at most once through a publishing connection that
-                    // left it undecided.
+                    // Nothing is published again through a connection that left it undecided.
                     self.link.retire(connection);
                     (why, true)
                 }
+                Confirmed::Crowded(why) => (why, true),
             };
             tries += 1;
             self.emit(&Event::HandOffFailed {
@@ -396,10 +403,15 @@ impl Engine {
                 tries,
                 stuck: trouble.is_stuck(),
             });
-            match trouble.next(&queue, &why).await {
+            if crowded {
+                // No reason to wait: alone it is told what becomes of it.
+                alone = true;
+                continue;
+            }
+            match Box::pin(trouble.next(&queue, &why)).await {
                 Next::Try => {}
                 Next::GiveBack => {
-                    return self.give_back_owed(job, tag, to, (queue, &why)).await;
+                    return Box::pin(self.give_back_owed(job, tag, to, (queue, &why))).await;
                 }
                 Next::GiveUp => return self.given_up(job),
             }
@@ -414,17 +426,19 @@ impl Engine {
     }
 
     /// The copy for one try, what to say when it is confirmed, and what became of the job.
-    fn copy(&self, job: &Job, to: &Move) -> (Outgoing, Event, Settled) {
+    fn copy(&self, job: &Job, to: &mut Move) -> (Box<Outgoing>, Event, Settled) {
         let limits = self.link.limits();
-        let queue = self.queue();
-        let copier = Copier { work_queue: &queue, user: &limits.user, frame_max: limits.frame_max };
+        let queue = self.queue.as_str();
+        let copier = Copier { work_queue: queue, user: &limits.user, frame_max: limits.frame_max };
         let (message, id, now) = (job.message(), job.id(), self.now());
-        let reason = match to.onward(job, &queue, now) {
+        let reason = match to.onward(job, queue, now) {
             Ok(onward) => {
-                let (to, delay_ms) = (&onward.queue, onward.delay_ms);
-                match copier.onward(message, id, onward.story, to, delay_ms) {
-                    Ok(copy) => return (copy, onward.event, onward.settled),
-                    Err(TooLarge) => BuriedReason::TooLarge,
+                match copier.onward(message, id, &mut to.story, &onward.queue, onward.delay_ms) {
+                    Ok(copy) => return (Box::new(copy), onward.event, onward.settled),
+                    Err(TooLarge) => {
+                        to.story.stay_on_level_of(job.story());
+                        BuriedReason::TooLarge
+                    }
                 }
             }
             Err(reason) => reason,
@@ -434,46 +448,6 @@ impl Engine {
         let (copy, reason) =
             copier.burial(message, id, story, buried, (reason, now, self.worker()));
         let event = Event::Buried { job: job.clone(), reason, error: to.error.clone() };
-        (copy, event, Settled::Buried)
-    }
-
-    /// The ladder for busy jobs and the hold lanes are made when the first job needs one.
-    async fn make_on_first_use(&self, name: &str) -> Result<(), Error> {
-        let rules = self.rules();
-        if !rules.topology.is_on_first_use(name) {
-            return Ok(());
-        }
-        let mut made = self.made.lock().await;
-        if made.contains(name) {
-            return Ok(());
-        }
-        // All of its kind at once, for the next job needs another.
-        let kind = |name: &str| name.rsplit_once('.').map(|(kind, _)| kind.to_owned());
-        for queue in rules.topology.queues_on_first_use() {
-            if kind(&queue.name) == kind(name) {
-                make(&*self.link, queue, self.settings.declare).await?;
-                made.insert(queue.name.clone());
-            }
-        }
-        Ok(())
-    }
-
-    /// The queue went missing under us: it is made again, unless that is not ours to do.
-    ///
-    /// A lane is known from the move: under the rules of today there may be no such lane.
-    async fn declare_again(&self, lane: Option<&Lane>, name: &str, why: &str) -> String {
-        let rules = self.rules();
-        let lane = lane.map(|lane| &*lane.queue).filter(|queue| queue.name == name);
-        let missing = lane.or_else(|| rules.topology.find(name));
-        let Some(queue) = missing.filter(|_| self.settings.declare == Declare::Create) else {
-            return format!(
-                "the queue is missing ({why}); make it, or start with declare = \"create\""
-            );
-        };
-        let _one_at_a_time = self.made.lock().await;
-        match self.link.declare(queue).await {
-            Ok(()) => format!("the queue was missing ({why}) and has been declared again"),
-            Err(error) => format!("the queue is missing ({why}) and cannot be declared: {error}"),
-        }
+        (Box::new(copy), event, Settled::Buried)
     }
 }

@@ -1,63 +1,26 @@
 //! Jobs that may end the process are run alone: what else was in hand when it dies would look as if
 //! it had done it.
 
-use std::{collections::VecDeque, pin::pin, sync::Arc, time::Duration};
+use std::{pin::pin, time::Duration};
 
-use futures_util::{StreamExt, stream};
+use futures_util::StreamExt;
 use tokio::time::Instant;
 
-use super::run::{Ended, FAREWELL, Run};
+use super::{
+    intake::Intake,
+    run::{Ended, Run},
+};
 use crate::{
     Event, Resumed,
-    link::Subscription,
     policy::Suspicion,
-    settle::{Acks, Arrived, Engine, Turn},
+    settle::{Arrived, Turn},
 };
 
 /// Suspects come in a bunch, with others between. To go on at full speed and meet the next one costs
 /// about as much.
 const NO_MORE: Duration = Duration::from_secs(1);
 
-/// What a subscription delivers, and what of it waits to be started. It is looked at as it comes,
-/// however few handlers may run: a suspect does not wait beside jobs at work.
-pub(super) struct Intake {
-    pub(super) subscription: Subscription,
-    pub(super) arrived: VecDeque<Arrived>,
-    pub(super) acks: Arc<Acks>,
-}
-
-impl Intake {
-    pub(super) fn new(engine: &Arc<Engine>, subscription: Subscription) -> Self {
-        Self { subscription, arrived: VecDeque::new(), acks: Acks::new(engine) }
-    }
-
-    /// Cancels the consumer, and gives back what has not been started.
-    pub(super) async fn give_back(&mut self, engine: &Arc<Engine>) {
-        self.acks.hurry();
-        let taken = stream::iter(self.subscription.take_in().await.into_iter().map(Ok));
-        self.subscription.control.cancel().await;
-        for arrived in self.arrived.drain(..) {
-            engine.set_aside(arrived).await;
-        }
-        let mut unstarted = taken.chain(&mut self.subscription.incoming);
-        while let Some(Ok(incoming)) = unstarted.next().await {
-            engine.set_aside(engine.arrive(incoming, &self.acks)).await;
-        }
-    }
-}
-
 impl Run {
-    /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
-    /// healthy workers.
-    pub(super) async fn give_up(&self, mut intake: Intake) {
-        let engine = Arc::clone(&self.engine);
-        let cancelling = self.engine.spawn(async move { intake.give_back(&engine).await });
-        // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
-        // unacked for as long as a handler keeps the channel open.
-        let _ = tokio::time::timeout(FAREWELL, cancelling).await;
-        self.engine.quiet();
-    }
-
     /// A suspect was met. From here on a crash tells which job it was.
     pub(super) async fn meet_suspect(&self, mut intake: Intake, suspect: Arrived) -> Ended {
         self.engine.emit(&Event::OneByOne { queue: self.engine.queue() });

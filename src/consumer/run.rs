@@ -12,7 +12,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 use super::{
     BoxHandler,
     health::Lost,
-    one_by_one::Intake,
+    intake::Intake,
     reconnect::{Reconnect, STEADY, Tries, Try},
 };
 use crate::{
@@ -231,7 +231,7 @@ impl Run {
                 // What came before may be back in the queue, or gone with it.
                 None => {
                     for arrived in intake.arrived {
-                        self.engine.give_back(&*arrived.tag).await;
+                        self.engine.give_back(&arrived.job, &*arrived.tag).await;
                     }
                     return Ended::Lost(self.cancelled_by_the_broker());
                 }
@@ -325,7 +325,8 @@ impl Run {
         Arc::clone(&self.permits).acquire_owned().await.expect("an open semaphore")
     }
 
-    /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it.
+    /// One attempt, in a task of its own: a panic or a timeout in the handler ends with it. Each job
+    /// has one, so what is rare is out of the way, in a box.
     pub(super) fn attempt(
         &self,
         mut job: UnsettledJob,
@@ -336,11 +337,13 @@ impl Run {
         let after = self.handler_timeout;
         let cut = self.cut.clone();
         async move {
-            job.until_due().await;
+            if !job.is_due() {
+                Box::pin(job.until_due()).await;
+            }
             if !job.start(turn) {
                 // A pause has begun since it came in.
                 drop(permit);
-                return job.set_aside().await;
+                return Box::pin(job.set_aside()).await;
             }
             // The timeout is inside, so that a panic of what it drops is caught as well.
             let call = async {
@@ -355,7 +358,8 @@ impl Run {
                     called.unwrap_or_else(|payload| Err(Panicked::new(&*payload).into()))
                 }
                 () = cut.cancelled() => {
-                    return job.give_back("its handler was cut short by the shutdown").await;
+                    let why = "its handler was cut short by the shutdown";
+                    return Box::pin(job.give_back(why)).await;
                 }
             };
             // An error here would be the engine's own, and it has told of it.

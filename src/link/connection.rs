@@ -94,9 +94,14 @@ impl Shared {
         broker: &Broker,
         purpose: Purpose,
     ) -> Result<Arc<Session>, Error> {
-        if let Some(session) = self.working() {
-            return Ok(session);
+        match self.working() {
+            Some(session) => Ok(session),
+            // Out of the way of those who find one: what they wait for stays small.
+            None => Box::pin(self.open(broker, purpose)).await,
         }
+    }
+
+    async fn open(&self, broker: &Broker, purpose: Purpose) -> Result<Arc<Session>, Error> {
         let tries = self.tries.load(Ordering::Relaxed);
         let mut opening = self.opening.lock().await;
         if let Some(session) = self.working() {
@@ -171,7 +176,13 @@ impl Session {
         self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
     }
 
-    /// The channel on which copies for this queue are published; none if there are as many as may be.
+    /// The channel on which copies for this queue are published, if it is open.
+    pub(super) fn open_pipe(&self, queue: &str) -> Option<Pipe> {
+        let pipe = lock(&self.pipes).get(queue)?.get().cloned();
+        pipe.filter(Pipe::is_open)
+    }
+
+    /// The same, opened if there is none; none if there are as many as may be.
     pub(super) async fn pipe(&self, queue: &str) -> Result<Option<Pipe>, lapin::Error> {
         let Some(cell) = self.pipe_cell(queue) else { return Ok(None) };
         // Nobody who wants another waits while this one is opened.

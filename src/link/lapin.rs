@@ -86,48 +86,33 @@ impl LapinLink {
         declared.map(drop).map_err(|error| refused(&error, what))
     }
 
-    async fn publish_on(&self, session: &Session, copy: Outgoing) -> Confirmed {
-        let queue = copy.queue.clone();
-        match self.land(session, copy.clone(), false).await {
-            // By whichever was refused. Those before it may have been taken.
-            Landed::Refused { alone: false, .. } => {}
-            landed => return confirmed(landed, session.number, &queue),
-        }
-        confirmed(self.land(session, copy, true).await, session.number, &queue)
-    }
-
-    /// On the channel for this queue, or alone on one of its own.
-    async fn land(&self, session: &Session, mut copy: Outgoing, alone: bool) -> Landed {
+    /// On the channel for its queue, or alone on one of its own.
+    async fn land(&self, session: &Session, mut copy: Box<Outgoing>, alone: bool) -> Landed {
         if session.connection.status().blocked() {
             // What is published now would be sent, and confirmed, only when the alarm is over.
             let why = "the broker blocks publishers (a memory or disk alarm)";
             return Landed::NotSent(why.to_owned());
         }
-        let busy = || Landed::NotSent("all channels that publish are in use".to_owned());
-        let turn = async { if alone { Some(session.alone().await) } else { None } };
-        let Ok(_turn) = tokio::time::timeout(self.confirm_timeout, turn).await else {
-            return busy();
+        let _turn = if alone {
+            let waiting = tokio::time::timeout(self.confirm_timeout, session.alone());
+            let Ok(turn) = Box::pin(waiting).await else { return busy() };
+            Some(turn)
+        } else {
+            None
         };
         let landing = loop {
-            let opening = async {
-                match alone {
-                    true => Pipe::open(&session.connection).await.map(Some),
-                    false => session.pipe(&copy.queue).await,
-                }
-            };
-            let pipe = match tokio::time::timeout(self.confirm_timeout, opening).await {
-                Ok(Ok(Some(pipe))) => pipe,
-                Ok(Ok(None)) => return busy(),
-                Ok(Err(error)) => return Landed::NotSent(error.to_string()),
-                Err(_) => {
-                    self.retire(session.number);
-                    return Landed::NotSent("the broker opened no channel in time".to_owned());
-                }
+            let open = if alone { None } else { session.open_pipe(&copy.queue) };
+            let pipe = match open {
+                Some(pipe) => pipe,
+                None => match Box::pin(self.pipe(session, &copy.queue, alone)).await {
+                    Ok(pipe) => pipe,
+                    Err(landed) => return landed,
+                },
             };
             match pipe.publish(copy) {
                 Ok(landing) => break landing,
                 // Closed since it was looked up.
-                Err(back) => copy = *back,
+                Err(back) => copy = back,
             }
         };
         let mut landing = pin!(landing);
@@ -144,6 +129,29 @@ impl LapinLink {
             }
         }
     }
+
+    /// A channel to publish on, opened if there is none; or what became of the copy.
+    async fn pipe(&self, session: &Session, queue: &str, alone: bool) -> Result<Pipe, Landed> {
+        let opening = async {
+            match alone {
+                true => Pipe::open(&session.connection).await.map(Some),
+                false => session.pipe(queue).await,
+            }
+        };
+        match tokio::time::timeout(self.confirm_timeout, opening).await {
+            Ok(Ok(Some(pipe))) => Ok(pipe),
+            Ok(Ok(None)) => Err(busy()),
+            Ok(Err(error)) => Err(Landed::NotSent(error.to_string())),
+            Err(_) => {
+                self.retire(session.number);
+                Err(Landed::NotSent("the broker opened no channel in time".to_owned()))
+            }
+        }
+    }
+}
+
+fn busy() -> Landed {
+    Landed::NotSent("all channels that publish are in use".to_owned())
 }
 
 fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
@@ -156,16 +164,22 @@ fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
             let text = format!("{}: {why}", what());
             Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
         }
-        Landed::Refused { error, .. } => Confirmed::NotSent(refused(&error, &what())),
+        Landed::Refused { alone: true, error } => Confirmed::NotSent(refused(&error, &what())),
+        Landed::Refused { alone: false, error } => {
+            Confirmed::Crowded(refused(&error, &what()).to_string())
+        }
         Landed::Undecided(why) => Confirmed::Undecided(connection, why),
     }
 }
 
 impl Link for LapinLink {
-    fn publish(&self, copy: Outgoing) -> BoxFuture<'_, Confirmed> {
+    fn publish(&self, copy: Box<Outgoing>, alone: bool) -> BoxFuture<'_, Confirmed> {
         async move {
+            let queue = copy.queue.clone();
             match self.publishing().await {
-                Ok(session) => self.publish_on(&session, copy).await,
+                Ok(session) => {
+                    confirmed(self.land(&session, copy, alone).await, session.number, &queue)
+                }
                 Err(error) => Confirmed::NotSent(error),
             }
         }

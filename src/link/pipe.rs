@@ -6,6 +6,7 @@
 mod judge;
 
 use std::{
+    mem,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -39,7 +40,7 @@ pub(super) struct Pipe {
 
 #[derive(Debug)]
 struct Order {
-    copy: Outgoing,
+    copy: Box<Outgoing>,
     tell: oneshot::Sender<Landed>,
 }
 
@@ -66,10 +67,10 @@ impl Pipe {
     /// What becomes of the copy; or the copy, if it takes no more.
     pub(super) fn publish(
         &self,
-        copy: Outgoing,
+        copy: Box<Outgoing>,
     ) -> Result<impl Future<Output = Landed> + use<>, Box<Outgoing>> {
         let (tell, told) = oneshot::channel();
-        self.orders.send(Order { copy, tell }).map_err(|back| Box::new(back.0.copy))?;
+        self.orders.send(Order { copy, tell }).map_err(|back| back.0.copy)?;
         // As long as somebody waits the task goes on.
         let waits = self.clone();
         Ok(async move {
@@ -132,12 +133,14 @@ impl Wake for Again {
     }
 }
 
-async fn publish(channel: &Channel, Order { copy, tell }: Order) -> Answer {
-    let Outgoing { queue, properties, original } = copy;
-    let id = properties.message_id().clone();
+async fn publish(channel: &Channel, Order { mut copy, tell }: Order) -> Answer {
+    let id = copy.properties.message_id().clone();
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-    let (to, body) = (queue.as_str().into(), &original.body);
-    let said = match channel.basic_publish("".into(), to, options, body, properties).await {
+    let (to, body) = (copy.queue.as_str().into(), &copy.original.body);
+    // Taken here, not held beside: all this is kept of each copy in flight.
+    let publishing =
+        channel.basic_publish("".into(), to, options, body, mem::take(&mut copy.properties));
+    let said = match publishing.await {
         Ok(confirm) => match confirm.await {
             Ok(Confirmation::Ack(returned)) => Said::Ack(returned.map(Stray::from)),
             Ok(Confirmation::Nack(returned)) => Said::Nack(returned.map(Stray::from)),
@@ -152,6 +155,7 @@ async fn publish(channel: &Channel, Order { copy, tell }: Order) -> Answer {
         Err(error) if is_closed(&error) => Said::NotSent(error.to_string()),
         Err(error) => Said::Undecided(error.to_string()),
     };
+    let Outgoing { queue, original, .. } = *copy;
     Answer { asked: Asked { queue, id, original, tell }, said }
 }
 

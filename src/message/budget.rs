@@ -1,7 +1,10 @@
 //! Keeps the headers within one frame. A larger header frame kills the connection, and the job
 //! that made it would come back and kill the next one.
 
-use std::collections::{BTreeMap, HashSet};
+use std::{
+    borrow::Cow,
+    collections::{BTreeMap, HashSet},
+};
 
 use lapin::{
     BasicProperties,
@@ -9,7 +12,7 @@ use lapin::{
 };
 
 use super::{
-    Story, TooLarge,
+    Story,
     header::{BURIED_DROPPED_HEADERS, BURIED_REASON, RETRY_QUEUE, entry_len, string, table_len},
     story::shrink,
 };
@@ -53,11 +56,10 @@ pub(super) fn fit_buried(
     reason: BuriedReason,
     room: usize,
 ) -> (FieldTable, BuriedReason) {
-    let mut shortest = story.clone();
-    if let Ok(headers) = fit(work_queue, &foreign, &mut shortest, room) {
-        return (headers, reason);
-    }
-
+    let mut shortest = match fit(work_queue, &foreign, &story, room) {
+        Ok(headers) => return (headers, reason),
+        Err(shortest) => shortest,
+    };
     // Where an odd value goes, a value of ours takes its place.
     shortest.drop_kept(|_| true);
     let list_len = entry_len(BURIED_DROPPED_HEADERS, &string("")) + DROPPED_BYTES;
@@ -71,7 +73,7 @@ pub(super) fn fit_buried(
         burial.reason = BuriedReason::TooLarge;
         burial.dropped = Some(list(&dropped));
     }
-    let headers = fit(work_queue, &kept.into(), &mut story, room).unwrap_or_else(|TooLarge| {
+    let headers = fit(work_queue, &kept.into(), &story, room).unwrap_or_else(|_| {
         // Ours alone do not fit only where the frame is absurdly small.
         let mut bare = FieldTable::default();
         bare.insert(RETRY_QUEUE.into(), string(work_queue));
@@ -81,17 +83,19 @@ pub(super) fn fit_buried(
     (headers, BuriedReason::TooLarge)
 }
 
-/// The headers of a copy for a lane. Over the budget ours shrink: history, error, originals.
+/// The headers of a copy for a lane. Over the budget ours shrink: history, error, originals. An error
+/// is the shortest story, which does not fit either.
 pub(super) fn fit(
     work_queue: &str,
     foreign: &FieldTable,
-    story: &mut Story,
+    story: &Story,
     room: usize,
-) -> Result<FieldTable, TooLarge> {
-    let foreign_len = table_len(foreign) + kept_len(story);
+) -> Result<FieldTable, Box<Story>> {
+    let mut story = Cow::Borrowed(story);
+    let foreign_len = table_len(foreign) + kept_len(&story);
     let mut step = 0;
     loop {
-        let (mut headers, ours_len) = ours(work_queue, story);
+        let (mut headers, ours_len) = ours(work_queue, &story);
         if ours_len <= OURS_BYTES && foreign_len + ours_len <= room {
             // Nothing of ours is among them.
             for (name, value) in foreign.inner() {
@@ -99,8 +103,8 @@ pub(super) fn fit(
             }
             return Ok(headers);
         }
-        if !shrink(story, &mut step) {
-            return Err(TooLarge);
+        if !shrink(story.to_mut(), &mut step) {
+            return Err(Box::new(story.into_owned()));
         }
     }
 }
@@ -153,7 +157,7 @@ fn list(dropped: &[(usize, String)]) -> String {
 mod tests {
     use super::*;
     use crate::message::{
-        Message,
+        Message, TooLarge,
         copy::Copier,
         header::{OURS, long, text},
         story::HISTORY_ENTRIES,
@@ -165,7 +169,7 @@ mod tests {
 
     /// The headers of the copy for the lane.
     fn retried(message: &Arc<Message>, story: &Story) -> Result<FieldTable, TooLarge> {
-        let copy = COPIER.onward(message, "id", story.clone(), "lane", Some(15_000))?;
+        let copy = COPIER.onward(message, "id", &mut story.clone(), "lane", Some(15_000))?;
         assert!(header_frame_len(&copy.properties) <= 131_072 - RESERVE);
         Ok(copy.properties.headers().clone().unwrap())
     }
@@ -373,7 +377,7 @@ mod tests {
             let story = full_story(&message);
             let (frame, _) = buried_with(copier, &message, &story);
             prop_assert!(frame <= max as usize);
-            if let Ok(copy) = copier.onward(&message, "id", story, "lane", Some(u64::MAX)) {
+            if let Ok(copy) = copier.onward(&message, "id", &mut story.clone(), "lane", Some(u64::MAX)) {
                 prop_assert!(header_frame_len(&copy.properties) + RESERVE <= max as usize);
             }
         }

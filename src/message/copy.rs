@@ -36,14 +36,14 @@ impl Copier<'_> {
         &self,
         message: &Arc<Message>,
         id: &str,
-        mut story: Story,
+        story: &mut Story,
         queue: &str,
         delay_ms: Option<u64>,
     ) -> Result<Outgoing, TooLarge> {
-        let mut properties = self.properties(message, id, &mut story);
+        let mut properties = self.properties(message, id, story);
         let foreign = foreign_headers(&message.properties);
         let room = self.room(&properties);
-        let headers = budget::fit(self.work_queue, &foreign, &mut story, room)?;
+        let headers = budget::fit(self.work_queue, &foreign, story, room).map_err(|_| TooLarge)?;
         properties = properties.with_headers(headers);
         if let Some(delay_ms) = delay_ms {
             properties = properties.with_expiration(delay_ms.to_string().into());
@@ -155,7 +155,7 @@ mod tests {
         let mut story = Story::read(&message, "orders");
         story.remember(&message, second(0));
         COPIER
-            .onward(&message, "made", story, "orders.retry.00015s", Some(15_000))
+            .onward(&message, "made", &mut story, "orders.retry.00015s", Some(15_000))
             .unwrap()
             .properties
     }
@@ -220,7 +220,7 @@ mod tests {
         let message = message(BasicProperties::default());
         for (delay, text) in [(1, "1"), (8_437, "8437"), (315_360_000_000, "315360000000")] {
             let copy =
-                COPIER.onward(&message, "id", Story::default(), "lane", Some(delay)).unwrap();
+                COPIER.onward(&message, "id", &mut Story::default(), "lane", Some(delay)).unwrap();
             assert_eq!(copy.properties.expiration(), &Some(text.into()));
         }
     }
@@ -347,8 +347,8 @@ mod tests {
             for reason in [BuriedReason::Exhausted, BuriedReason::InvalidHeaders] {
                 prop_assert!(!has_short_string(&buried(&message, reason)));
             }
-            let story = Story::read(&message, "orders");
-            if let Ok(copy) = COPIER.onward(&message, "id", story, "lane", Some(1)) {
+            let mut story = Story::read(&message, "orders");
+            if let Ok(copy) = COPIER.onward(&message, "id", &mut story, "lane", Some(1)) {
                 prop_assert!(!has_short_string(copy.properties.headers().as_ref().unwrap()));
             }
         }

@@ -285,6 +285,11 @@ impl Story {
         self.level = Some(label.to_owned());
     }
 
+    /// It did not get any further.
+    pub(crate) fn stay_on_level_of(&mut self, before: &Self) {
+        self.level.clone_from(&before.level);
+    }
+
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
         self.due_at = None;
         self.buried = Some(Burial { reason, at, by: cut(by, WORKER_BYTES), dropped: None });

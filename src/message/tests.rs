@@ -70,7 +70,9 @@ pub(super) fn failed_once(message: &Arc<Message>) -> (FieldTable, Story) {
     let mut told = story.clone();
     told.set_level("1/7 15s");
     told.go_to(second(70));
-    let copy = COPIER.onward(message, "id", told, "orders.retry.00015s", Some(15_000)).unwrap();
+    let copy = COPIER
+        .onward(message, "id", &mut told.clone(), "orders.retry.00015s", Some(15_000))
+        .unwrap();
     (copy.properties.headers().clone().unwrap(), story)
 }
 

@@ -1,12 +1,19 @@
 //! Whether a job may have ended the process that ran it. A crash marks all that was in hand, so this
 //! is a suspicion and no more: only what ran alone is known to have done it.
 
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    hash::Hash,
+};
+
 /// How often a message was delivered without an answer, as far as its queue tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Interrupted {
     Never,
-    /// A quorum queue counts.
+    /// A quorum queue counts, also what was given back.
     Times(u32),
+    /// One of RabbitMQ 4.3 counts no more than that a consumer was lost.
+    Failed(u32),
     /// A classic queue says that it was, not how often.
     Before,
 }
@@ -26,14 +33,20 @@ pub(crate) enum Suspicion {
 const SUSPECT: u32 = 3;
 /// Half of the way to where a quorum queue of RabbitMQ 4 drops a message. The copy starts afresh.
 const FAR: u32 = 10;
+/// How many that were given back are remembered at most: no consumer prefetches more.
+const REMEMBERED: usize = u16::MAX as usize;
 
 /// What one process knows and may still suspect. Whom it excuses wrongly may end it, once: the next
 /// process knows nothing and suspects again.
-#[derive(Debug, Default)]
-pub(crate) struct Suspects {
-    /// Deliveries that it left unanswered itself, and that have not come again. Which of them one
-    /// is does not matter.
-    returned: usize,
+///
+/// `K` tells deliveries apart: one that ended the process before may come back late, amid those that
+/// this one gave back.
+#[derive(Debug)]
+pub(crate) struct Suspects<K> {
+    /// Deliveries that it gave back, and that have not come again; and how many are alike.
+    given_back: HashMap<K, u32>,
+    /// How many it left unanswered on channels that died. Which of them one is does not matter.
+    lost: usize,
     /// How many more it suspects for what a classic queue says. After a broker was killed, a classic
     /// queue says of everything in it that it was delivered before.
     doubts: usize,
@@ -46,19 +59,34 @@ pub(crate) struct Suspects {
     counted: bool,
 }
 
-impl Suspects {
+impl<K> Default for Suspects<K> {
+    fn default() -> Self {
+        Self { given_back: HashMap::new(), lost: 0, doubts: 0, seen: 0, adrift: 0, counted: false }
+    }
+}
+
+impl<K: Hash + Eq> Suspects<K> {
     /// No crash leaves more in a classic queue than that.
     pub(crate) fn doubt_at_most(&mut self, jobs: u16) {
         self.doubts = jobs.into();
     }
 
-    pub(crate) fn give_back(&mut self) {
-        self.returned = self.returned.saturating_add(1);
+    pub(crate) fn give_back(&mut self, which: K) {
+        // Others may take them, and then none comes again.
+        if self.given_back.len() >= REMEMBERED {
+            self.given_back.clear();
+        }
+        *self.given_back.entry(which).or_default() += 1;
+    }
+
+    /// Its channel had died, and [`expect_back`](Self::expect_back) tells of it.
+    pub(crate) fn did_not_give_back(&mut self, which: K) {
+        self.comes_again(|| which);
     }
 
     /// A channel died with up to so many deliveries without an answer.
     pub(crate) fn expect_back(&mut self, jobs: u16) {
-        self.returned = self.returned.max(jobs.into());
+        self.lost = self.lost.max(jobs.into());
     }
 
     /// The consumer is cancelled amid suspects. Not if it has just begun: then one that ended the
@@ -73,27 +101,51 @@ impl Suspects {
         self.adrift = 0;
     }
 
-    /// Of a delivery, once. `lone_runs` is how often it was sent back to be run alone.
-    pub(crate) fn look(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
+    /// Of a delivery, once. `lone_runs` is how often it was sent back to be run alone; `which` is not
+    /// asked for in vain.
+    pub(crate) fn look(
+        &mut self,
+        interrupted: Interrupted,
+        lone_runs: u32,
+        which: impl FnOnce() -> K,
+    ) -> Suspicion {
         self.seen = self.seen.saturating_add(1);
-        let ours = interrupted != Interrupted::Never && take(&mut self.returned);
+        let given_back = interrupted != Interrupted::Never && self.comes_again(which);
+        let ours = match interrupted {
+            Interrupted::Never | Interrupted::Failed(0) => false,
+            Interrupted::Failed(_) => take(&mut self.lost),
+            Interrupted::Times(_) | Interrupted::Before => given_back || take(&mut self.lost),
+        };
         if lone_runs > 0 {
-            let crashed = !matches!(interrupted, Interrupted::Never | Interrupted::Times(0));
-            if !crashed
-                || ours
-                || take(&mut self.adrift)
-                || std::mem::replace(&mut self.counted, true)
-            {
-                return Suspicion::Alone;
-            }
-            return Suspicion::Count;
+            let crashed = match interrupted {
+                Interrupted::Never | Interrupted::Times(0) | Interrupted::Failed(0) => false,
+                Interrupted::Failed(_) => !ours,
+                Interrupted::Times(_) | Interrupted::Before => !ours && !take(&mut self.adrift),
+            };
+            return if crashed && !std::mem::replace(&mut self.counted, true) {
+                Suspicion::Count
+            } else {
+                Suspicion::Alone
+            };
         }
         let suspect = match interrupted {
             Interrupted::Never => false,
-            Interrupted::Times(n) => n >= if ours { FAR } else { SUSPECT },
+            Interrupted::Times(n) | Interrupted::Failed(n) => n >= if ours { FAR } else { SUSPECT },
             Interrupted::Before => !ours && take(&mut self.doubts),
         };
         if suspect { Suspicion::Count } else { Suspicion::Clear }
+    }
+
+    fn comes_again(&mut self, which: impl FnOnce() -> K) -> bool {
+        if self.given_back.is_empty() {
+            return false;
+        }
+        let Entry::Occupied(mut alike) = self.given_back.entry(which()) else { return false };
+        *alike.get_mut() -= 1;
+        if *alike.get() == 0 {
+            alike.remove();
+        }
+        true
     }
 }
 
@@ -107,8 +159,15 @@ fn take(from: &mut usize) -> bool {
 mod tests {
     use super::{Interrupted::*, Suspicion::*, *};
 
-    fn a_new_process() -> Suspects {
+    fn a_new_process() -> Suspects<u32> {
         Suspects { doubts: 2, ..Suspects::default() }
+    }
+
+    impl Suspects<u32> {
+        /// Of the first job of all.
+        fn looks(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
+            self.look(interrupted, lone_runs, || 1)
+        }
     }
 
     #[test]
@@ -118,9 +177,11 @@ mod tests {
             (Times(0), Clear),
             (Times(2), Clear),
             (Times(3), Count),
+            (Failed(2), Clear),
+            (Failed(3), Count),
             (Before, Count),
         ] {
-            assert_eq!(a_new_process().look(interrupted, 0), expected, "{interrupted:?}");
+            assert_eq!(a_new_process().looks(interrupted, 0), expected, "{interrupted:?}");
         }
     }
 
@@ -128,11 +189,11 @@ mod tests {
     fn what_was_sent_back_to_be_run_alone_runs_alone_and_its_interruption_counts() {
         for lone_runs in [1, 2, u32::MAX] {
             // The second was given back, on 4.3.
-            for interrupted in [Never, Times(0)] {
-                assert_eq!(a_new_process().look(interrupted, lone_runs), Alone);
+            for interrupted in [Never, Failed(0), Times(0)] {
+                assert_eq!(a_new_process().looks(interrupted, lone_runs), Alone);
             }
-            for interrupted in [Times(1), Before] {
-                assert_eq!(a_new_process().look(interrupted, lone_runs), Count);
+            for interrupted in [Times(1), Failed(1), Before] {
+                assert_eq!(a_new_process().looks(interrupted, lone_runs), Count);
             }
         }
     }
@@ -140,32 +201,60 @@ mod tests {
     #[test]
     fn of_one_process_one_job_at_most_is_counted_as_what_ended_the_one_before() {
         let mut process = a_new_process();
-        assert_eq!([(); 3].map(|()| process.look(Times(1), 1)), [Count, Alone, Alone]);
+        assert_eq!([(); 3].map(|()| process.looks(Times(1), 1)), [Count, Alone, Alone]);
     }
 
     #[test]
     fn what_was_on_its_way_to_a_cancelled_consumer_has_ended_no_process_alone() {
         let mut process = a_new_process();
         process.cancel(1);
-        assert_eq!(process.look(Times(1), 1), Count, "it has just begun");
+        assert_eq!(process.looks(Times(1), 1), Count, "it has just begun");
 
         let mut process = a_new_process();
-        assert_eq!([(); 2].map(|()| process.look(Never, 0)), [Clear, Clear]);
+        assert_eq!([(); 2].map(|()| process.looks(Never, 0)), [Clear, Clear]);
         process.cancel(1);
-        assert_eq!(process.look(Times(3), 0), Count, "in company it makes no difference");
-        assert_eq!([(); 2].map(|()| process.look(Times(1), 1)), [Alone, Count], "no more than it");
+        assert_eq!(process.looks(Times(3), 0), Count, "in company it makes no difference");
+        assert_eq!([(); 2].map(|()| process.looks(Times(1), 1)), [Alone, Count], "no more than it");
 
         let mut process = a_new_process();
-        assert_eq!([(); 2].map(|()| process.look(Never, 0)), [Clear, Clear]);
+        assert_eq!([(); 2].map(|()| process.looks(Never, 0)), [Clear, Clear]);
         process.cancel(1);
         process.are_through();
-        assert_eq!(process.look(Times(1), 1), Count);
+        assert_eq!(process.looks(Times(1), 1), Count);
+
+        let mut process = a_new_process();
+        assert_eq!([(); 2].map(|()| process.looks(Never, 0)), [Clear, Clear]);
+        process.cancel(1);
+        assert_eq!(process.looks(Failed(1), 1), Count, "from 4.3 on it is not counted");
+    }
+
+    #[test]
+    fn what_this_process_gave_back_is_known_and_excuses_no_other() {
+        for interrupted in [Times(1), Before] {
+            let mut process = a_new_process();
+            process.give_back(1);
+            process.give_back(1);
+            assert_eq!(process.look(interrupted, 1, || 2), Count, "it comes back late");
+            let again = [(); 3].map(|()| process.looks(interrupted, 1));
+            assert_eq!(again, [Alone; 3]);
+            assert!(process.given_back.is_empty());
+        }
+        let mut process = a_new_process();
+        process.give_back(1);
+        assert_eq!(process.looks(Failed(1), 1), Count, "from 4.3 on giving back is not counted");
+    }
+
+    #[test]
+    fn no_more_are_remembered_than_a_consumer_prefetches() {
+        let mut process = a_new_process();
+        (0..100_000).for_each(|job| process.give_back(job));
+        assert!(process.given_back.len() <= REMEMBERED);
     }
 
     #[test]
     fn a_classic_queue_in_which_all_was_delivered_before_is_not_crawled_through() {
         let mut process = a_new_process();
-        assert_eq!([(); 4].map(|()| process.look(Before, 0)), [Count, Count, Clear, Clear]);
+        assert_eq!([(); 4].map(|()| process.looks(Before, 0)), [Count, Count, Clear, Clear]);
     }
 
     #[test]
@@ -175,9 +264,9 @@ mod tests {
         {
             let mut process = a_new_process();
             process.expect_back(1);
-            assert_eq!(process.look(Never, 0), Clear);
-            assert_eq!(process.look(interrupted, lone_runs), expected, "{interrupted:?}");
-            assert_eq!(process.look(Before, 0), Count, "no more than it left");
+            assert_eq!(process.looks(Never, 0), Clear);
+            assert_eq!(process.looks(interrupted, lone_runs), expected, "{interrupted:?}");
+            assert_eq!(process.looks(Before, 0), Count, "no more than it left");
         }
     }
 }

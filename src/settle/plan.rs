@@ -89,7 +89,6 @@ pub(super) struct Onward {
     pub(super) queue: String,
     /// None for the work queue, which gives it out at once.
     pub(super) delay_ms: Option<u64>,
-    pub(super) story: Story,
     /// What to say when it is confirmed.
     pub(super) event: Event,
     pub(super) settled: Settled,
@@ -117,15 +116,14 @@ impl Move {
         Self::unrun(job, now, To::WorkQueue)
     }
 
-    /// Onward from `now`, or the reason to bury it.
+    /// Onward from `now`, which the story then tells of; or the reason to bury it.
     pub(super) fn onward(
-        &self,
+        &mut self,
         job: &Job,
         work_queue: &str,
         now: SystemTime,
     ) -> Result<Onward, BuriedReason> {
         let (job, error, kind) = (job.clone(), self.error.clone(), self.kind);
-        let mut story = self.story.clone();
         let lane = match &self.to {
             To::Buried(reason) => return Err(*reason),
             To::WorkQueue | To::Alone => {
@@ -137,7 +135,6 @@ impl Move {
                 return Ok(Onward {
                     queue: work_queue.to_owned(),
                     delay_ms: None,
-                    story,
                     event,
                     settled: Settled::Returned,
                 });
@@ -146,10 +143,10 @@ impl Move {
         };
         let delay = Duration::from_millis(lane.delay_ms);
         let due = now + delay;
-        story.go_to(due);
+        self.story.go_to(due);
         let (event, settled) = match &self.to {
             To::Level { level, label, .. } => {
-                story.set_level(label);
+                self.story.set_level(label);
                 let level = *level;
                 (
                     Event::Retried { job, level, delay, due, kind, error },
@@ -165,13 +162,7 @@ impl Move {
                 (Event::Postponed { job, delay, due, why }, Settled::Postponed { due })
             }
         };
-        Ok(Onward {
-            queue: lane.queue.name.clone(),
-            delay_ms: Some(lane.delay_ms),
-            story,
-            event,
-            settled,
-        })
+        Ok(Onward { queue: lane.queue.name.clone(), delay_ms: Some(lane.delay_ms), event, settled })
     }
 }
 

@@ -1,16 +1,11 @@
 //! Hand-offs that fail for long. The consumer pauses, for whatever failed now would have nowhere to
 //! go; and no job is held until the broker takes it away.
 
-use std::{
-    collections::VecDeque,
-    hash::{DefaultHasher, Hash, Hasher},
-    sync::PoisonError,
-    time::Duration,
-};
+use std::{collections::VecDeque, sync::PoisonError, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Engine, Settled, plan::Move};
+use super::{Engine, Settled, key::Key, plan::Move};
 use crate::{
     ErrorKind, Event, Job, PauseKind,
     clock::Backoff,
@@ -119,30 +114,9 @@ struct Debt {
     message: Key,
     /// A copy went back, which is not marked as redelivered.
     copied: bool,
-    to: Move,
+    to: Box<Move>,
     /// That the copy did not reach. None once a hand-off to it has been confirmed.
     queue: Option<String>,
-}
-
-/// What tells a message from others. Two that it does not tell apart are as good as each other.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Key {
-    id: Option<String>,
-    retry_count: u32,
-    content: u64,
-}
-
-impl Key {
-    fn of(job: &Job, id: Option<String>) -> Self {
-        let mut content = DefaultHasher::new();
-        (job.body(), job.exchange(), job.routing_key()).hash(&mut content);
-        Self { id, retry_count: job.retry_count(), content: content.finish() }
-    }
-
-    fn as_delivered(job: &Job) -> Self {
-        let id = job.properties().message_id().as_ref();
-        Self::of(job, id.map(ToString::to_string))
-    }
 }
 
 impl Owed {
@@ -153,7 +127,7 @@ impl Owed {
         }
     }
 
-    fn take(&mut self, job: &Job) -> Option<Move> {
+    fn take(&mut self, job: &Job) -> Option<Box<Move>> {
         let found = self.position(job)?;
         self.0.remove(found).map(|debt| debt.to)
     }
@@ -183,7 +157,7 @@ impl Owed {
 
 impl Engine {
     /// The hand-off that was decided when the job was here before.
-    pub(crate) fn owed(&self, job: &Job) -> Option<Move> {
+    pub(crate) fn owed(&self, job: &Job) -> Option<Box<Move>> {
         self.debts().take(job)
     }
 
@@ -204,8 +178,8 @@ impl Engine {
     }
 
     /// The channel of a job that is owed its hand-off died: when it comes again, it still is.
-    pub(super) fn still_owed(&self, job: &Job, to: Move) {
-        let queue = Some(self.copy(job, &to).0.queue);
+    pub(super) fn still_owed(&self, job: &Job, mut to: Box<Move>) {
+        let queue = Some(self.copy(job, &mut to).0.queue);
         let message = Key::as_delivered(job);
         self.debts().add(Debt { message, copied: false, to, queue });
     }
@@ -215,7 +189,7 @@ impl Engine {
         &self,
         job: &Job,
         tag: &dyn Tag,
-        to: Move,
+        to: Box<Move>,
         (queue, why): (String, &str),
     ) -> Settled {
         self.pacing(|pacing| pacing.owe(true, Instant::now()));
@@ -229,17 +203,19 @@ impl Engine {
             if copied { Key::of(job, Some(job.id().to_owned())) } else { Key::as_delivered(job) };
         // Before it can be delivered again.
         self.debts().add(Debt { message, copied, to, queue: Some(queue) });
-        let told = if copied { self.ack_by(tag, false).await } else { self.give_back(tag).await };
+        let told =
+            if copied { self.ack_by(tag, false).await } else { self.give_back(job, tag).await };
         let (job, why) = (job.clone(), "its hand-off did not succeed in time");
         self.emit(&if told { Event::GivenBack { job, why } } else { Event::Stale { job } });
         Settled::Stale
     }
 
+    /// Alone, so that no other copy leaves it undecided.
     async fn copy_back(&self, job: &Job) -> bool {
-        let (copy, _, settled) = self.copy(job, &Move::return_unrun(job, self.now()));
+        let (copy, _, settled) = self.copy(job, &mut Move::return_unrun(job, self.now()));
         let slot = self.handoff.slot().await;
         settled == Settled::Returned
-            && matches!(self.handoff.publish(copy, slot).await, Confirmed::Yes)
+            && matches!(self.handoff.publish(copy, slot, true).await, Confirmed::Yes)
     }
 
     /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the
@@ -304,7 +280,7 @@ mod tests {
         Debt {
             message: Key::as_delivered(job),
             copied: false,
-            to: Move::return_unrun(job, std::time::SystemTime::now()),
+            to: Box::new(Move::return_unrun(job, std::time::SystemTime::now())),
             queue: Some(queue.to_owned()),
         }
     }

@@ -2,13 +2,16 @@
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicBool, Ordering::Relaxed},
+    atomic::{
+        AtomicBool, AtomicUsize,
+        Ordering::{Relaxed, SeqCst},
+    },
 };
 
 use futures_util::future::BoxFuture;
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
-use super::{Acks, Engine, Move, Settled};
+use super::{Acks, Engine, Move, Settled, key::Key};
 use crate::{
     Job,
     link::{Incoming, Tag},
@@ -28,23 +31,50 @@ pub(crate) struct Arrived {
 /// The deliveries of all channels.
 #[derive(Debug, Default)]
 pub(super) struct Custody {
-    /// Those without an answer so far.
-    in_hand: Arc<watch::Sender<usize>>,
-    suspects: Mutex<Suspects>,
+    in_hand: Arc<Hand>,
+    suspects: Mutex<Suspects<Key>>,
     /// What is given back to the work queue is marked as what a crash leaves: it is a classic one.
     marks: AtomicBool,
+}
+
+/// How many are without an answer so far.
+#[derive(Debug, Default)]
+struct Hand {
+    deliveries: AtomicUsize,
+    fewer: Notify,
+}
+
+impl Hand {
+    async fn at_most(&self, most: usize) {
+        loop {
+            // Made before the look, it hears of each that goes after it.
+            let fewer = self.fewer.notified();
+            if self.deliveries.load(SeqCst) <= most {
+                return;
+            }
+            fewer.await;
+        }
+    }
 }
 
 /// Counts a delivery as long as it lives.
 #[derive(Debug)]
 struct InHand {
     tag: Arc<dyn Tag>,
-    in_hand: Arc<watch::Sender<usize>>,
+    hand: Arc<Hand>,
+}
+
+impl InHand {
+    fn new(tag: Arc<dyn Tag>, hand: &Arc<Hand>) -> Self {
+        hand.deliveries.fetch_add(1, SeqCst);
+        Self { tag, hand: Arc::clone(hand) }
+    }
 }
 
 impl Drop for InHand {
     fn drop(&mut self) {
-        self.in_hand.send_modify(|n| *n -= 1);
+        self.hand.deliveries.fetch_sub(1, SeqCst);
+        self.hand.fewer.notify_waiters();
     }
 }
 
@@ -81,9 +111,7 @@ impl Engine {
         Incoming { message, tag }: Incoming,
         acks: Option<&Arc<Acks>>,
     ) -> Arrived {
-        let in_hand = Arc::clone(&self.custody.in_hand);
-        in_hand.send_modify(|n| *n += 1);
-        let in_hand: Arc<dyn Tag> = Arc::new(InHand { tag, in_hand });
+        let in_hand: Arc<dyn Tag> = Arc::new(InHand::new(tag, &self.custody.in_hand));
         let tag = match acks {
             Some(acks) => acks.enter(in_hand),
             None => in_hand,
@@ -106,16 +134,17 @@ impl Engine {
         if interrupted == Interrupted::Before {
             self.custody.marks.store(true, Relaxed);
         }
-        self.suspects().look(interrupted, job.story().crash_count)
+        let lone_runs = job.story().crash_count;
+        self.suspects().look(interrupted, lone_runs, || Key::as_delivered(job))
     }
 
-    pub(crate) fn suspects(&self) -> MutexGuard<'_, Suspects> {
+    pub(crate) fn suspects(&self) -> MutexGuard<'_, Suspects<Key>> {
         self.custody.suspects.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until so few deliveries are without an answer.
     pub(crate) async fn until_in_hand(&self, most: usize) {
-        let _ = self.custody.in_hand.subscribe().wait_for(|n| *n <= most).await;
+        self.custody.in_hand.at_most(most).await;
     }
 
     /// Waits until all but one have an answer that the broker has worked off.
@@ -135,7 +164,7 @@ impl Engine {
     pub(crate) async fn set_aside(self: &Arc<Self>, arrived: Arrived) {
         let Arrived { job, tag, suspicion } = arrived;
         let Some(to) = self.way_back(&job, suspicion) else {
-            self.give_back(&*tag).await;
+            self.give_back(&job, &*tag).await;
             return;
         };
         let engine = Arc::clone(self);
@@ -145,7 +174,7 @@ impl Engine {
     /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to
     /// the tail, where its count starts afresh: else many pauses in a row would use the limit up,
     /// and 4.0 drops what is over. And one that would look as if its process had died of it.
-    fn way_back(&self, job: &Job, suspicion: Suspicion) -> Option<Move> {
+    fn way_back(&self, job: &Job, suspicion: Suspicion) -> Option<Box<Move>> {
         if let Pace::Stuck { .. } = self.pace() {
             return None;
         }
@@ -156,20 +185,24 @@ impl Engine {
                 job.message().delivery_count() > 0 || self.custody.marks.load(Relaxed)
             }
         };
-        let to = unrun.then(|| Move::return_unrun(job, self.now()))?;
+        let mut to = unrun.then(|| Box::new(Move::return_unrun(job, self.now())))?;
         // Not if it would not fit, for it has done nothing to be buried.
-        (self.copy(job, &to).2 == Settled::Returned).then_some(to)
+        (self.copy(job, &mut to).2 == Settled::Returned).then_some(to)
     }
 
     /// Where a suspect goes before it is run.
-    pub(crate) fn count_crash(&self, job: &Job) -> Move {
-        self.rules().count_crash(job, self.now(), self.worker())
+    pub(crate) fn count_crash(&self, job: &Job) -> Box<Move> {
+        Box::new(self.rules().count_crash(job, self.now(), self.worker()))
     }
 
-    pub(crate) async fn give_back(&self, tag: &dyn Tag) -> bool {
+    pub(crate) async fn give_back(&self, job: &Job, tag: &dyn Tag) -> bool {
+        let key = Key::as_delivered(job);
         // Before, for it may come at once.
-        self.suspects().give_back();
+        self.suspects().give_back(key.clone());
         let told = tag.give_back().await;
+        if !told {
+            self.suspects().did_not_give_back(key);
+        }
         self.note_answer();
         told
     }

@@ -97,7 +97,12 @@ impl UnsettledJob {
         let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
         let result = result.map_err(Into::into);
         let under = (&*self.rules, self.epoch);
-        Ok(self.engine.settle(self.job.clone(), tag, under, result).await)
+        let (receipt, accepting) = self.engine.settle(self.job.clone(), tag, under, result);
+        if let Some(accepting) = accepting {
+            // Let go of, not sent: all that there is to know.
+            let _ = accepting.await;
+        }
+        Ok(receipt)
     }
 
     /// Gives back a job whose handler was not called, for the consumer pauses.
@@ -141,7 +146,7 @@ async fn give_back(engine: &Arc<Engine>, job: Job, tag: Arc<dyn Tag>, why: &'sta
         // Given back, it would look to others as if this process had died of it.
         engine.emit(&Event::GivenBack { job: job.clone(), why });
         engine.set_aside(Arrived::again(job, tag)).await;
-    } else if engine.give_back(&*tag).await {
+    } else if engine.give_back(&job, &*tag).await {
         engine.emit(&Event::GivenBack { job, why });
     } else {
         engine.emit(&Event::Stale { job });

@@ -1,7 +1,9 @@
 //! A job that ends its process is buried, and none of those that were in hand with it. The workers
 //! are real processes, which a supervisor starts again.
 
-use crate::support::{Journal, PATIENCE, Scene, WORK, count, eventually, table, text, type_name};
+use crate::support::{
+    Journal, PATIENCE, Proxy, Scene, WORK, broker_addr, count, eventually, table, text, type_name,
+};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin_retry::{
     Builder, Event, Handle, Jitter, Job, QueueType, Resumed, RetryConsumer, RetryPolicy, Settings,
@@ -92,10 +94,15 @@ struct Supervisor {
 
 impl Supervisor {
     fn start(scene: &Scene, poison: &str) -> Self {
+        Self::start_by(&scene.url(), scene, poison)
+    }
+
+    /// By way of this address.
+    fn start_by(url: &str, scene: &Scene, poison: &str) -> Self {
         let file = format!("{}.{:08x}.notes", scene.vhost.name(), rand::random::<u32>());
         let notes = std::env::temp_dir().join(file);
         append(&notes);
-        let address = format!("{}\n{}", scene.url(), notes.display());
+        let address = format!("{url}\n{}", notes.display());
         let child = Self::spawn(&address, poison);
         Self { address, notes, child, deaths: 0 }
     }
@@ -161,7 +168,8 @@ struct Notes {
     suspected: BTreeMap<String, Vec<i64>>,
 }
 
-async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
+/// The broker misses a process that died only after `missed`.
+async fn one_poisonous_job_among_many(kind: QueueType, at: usize, missed: Duration) {
     if let Ok(order) = std::env::var(CHILD) {
         return work(&order).await;
     }
@@ -169,7 +177,9 @@ async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
     let mut ids = scene.fill(JOBS).await;
     let poison = format!("{at:04}");
     ids.remove(&poison);
-    let mut supervisor = Supervisor::start(&scene, &poison);
+    let proxy = Proxy::start(broker_addr()).await;
+    proxy.linger(missed);
+    let mut supervisor = Supervisor::start_by(&proxy.url(&scene.url()), &scene, &poison);
     let began = Instant::now();
     eventually("the others are done", LONG, async || {
         supervisor.look(&poison);
@@ -195,7 +205,9 @@ async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
     assert_eq!(notes.suspected[&poison], [0, 1, 2]);
     // A quorum queue has to tell three times that it was in hand, a classic one once.
     let company = if kind == QueueType::Quorum { 3 } else { 1 };
-    assert_eq!((notes.runs[&poison].len(), supervisor.deaths), (company + 3, company + 3));
+    let runs = &notes.runs[&poison];
+    let (ran, deaths) = (runs.len(), supervisor.deaths);
+    assert_eq!((ran, deaths), (company + 3, company + 3), "with so many steps each: {runs:?}");
     let innocent = |id: &&String| **id != poison;
     let steps = notes.runs.iter().filter(|(id, _)| **id != poison).flat_map(|(_, runs)| runs).max();
     let twice = notes.suspected.iter().filter(|(id, crashes)| innocent(id) && crashes.len() > 1);
@@ -214,24 +226,30 @@ async fn one_poisonous_job_among_many(kind: QueueType, at: usize) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_at_the_head_of_a_quorum_queue_that_aborts_its_process_is_buried_and_no_other() {
-    one_poisonous_job_among_many(QueueType::Quorum, 0).await;
+    one_poisonous_job_among_many(QueueType::Quorum, 0, Duration::ZERO).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_amid_the_prefetched_of_a_quorum_queue_that_aborts_its_process_is_buried_and_no_other()
  {
-    one_poisonous_job_among_many(QueueType::Quorum, 50).await;
+    one_poisonous_job_among_many(QueueType::Quorum, 50, Duration::ZERO).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_at_the_head_of_a_classic_queue_that_aborts_its_process_is_buried_and_no_other() {
-    one_poisonous_job_among_many(QueueType::Classic, 0).await;
+    one_poisonous_job_among_many(QueueType::Classic, 0, Duration::ZERO).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_amid_the_prefetched_of_a_classic_queue_that_aborts_its_process_is_buried_and_no_other()
  {
-    one_poisonous_job_among_many(QueueType::Classic, 50).await;
+    one_poisonous_job_among_many(QueueType::Classic, 50, Duration::ZERO).await;
+}
+
+/// What it had comes back amid what the next process gives back.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_of_a_process_that_is_missed_late_is_buried_after_as_many_deaths() {
+    one_poisonous_job_among_many(QueueType::Quorum, 50, Duration::from_millis(300)).await;
 }
 
 /// Of several workers each has its neighbours, and what one dies of the next one gets.

@@ -49,10 +49,10 @@ fn job(properties: BasicProperties) -> Job {
 }
 
 /// The job as the broker gives it back, and after how long.
-fn given_back(job: &Job, going: &Move, now: SystemTime) -> (Job, Duration) {
+fn given_back(job: &Job, going: &mut Move, now: SystemTime) -> (Job, Duration) {
     let onward = going.onward(job, "orders", now).expect("a lane");
     let delay = onward.delay_ms.expect("a lane");
-    let copy = COPIER.onward(job.message(), job.id(), onward.story, &onward.queue, Some(delay));
+    let copy = COPIER.onward(job.message(), job.id(), &mut going.story, &onward.queue, Some(delay));
     (self::job(copy.unwrap().properties), Duration::from_millis(delay))
 }
 
@@ -72,9 +72,10 @@ fn workers_whose_clocks_differ_by_two_seconds_differ_by_two_seconds_and_do_not_l
     for turns in 0..1u32 << 12 {
         let clock = |turn: u32| seconds(if turns >> turn & 1 == 1 { 2.0 } else { 0.0 });
         let mut real = Duration::ZERO;
-        let told =
+        let mut told =
             told_to_wait(&rules, &job(BasicProperties::default()), seconds(10.0), at(clock(0)));
-        let (mut job, delay) = given_back(&job(BasicProperties::default()), &told, at(clock(0)));
+        let (mut job, delay) =
+            given_back(&job(BasicProperties::default()), &mut told, at(clock(0)));
         real += delay;
         let mut hops = 0;
         loop {
@@ -88,8 +89,8 @@ fn workers_whose_clocks_differ_by_two_seconds_differ_by_two_seconds_and_do_not_l
                     real += left;
                     break;
                 }
-                Arrival::Move(to) => {
-                    let (next, delay) = given_back(&job, &to, now);
+                Arrival::Move(mut to) => {
+                    let (next, delay) = given_back(&job, &mut to, now);
                     (job, hops, real) = (next, hops + 1, real + delay);
                     assert!(hops < 5, "{turns:b}");
                 }
@@ -109,8 +110,8 @@ fn a_wait_in_hops_is_not_early_by_the_fraction_of_a_millisecond_that_a_header_cu
     let rules = rules(RetryPolicy::new([1]));
     let now = at(Duration::from_nanos(999_999));
     let fresh = job(BasicProperties::default());
-    let told = told_to_wait(&rules, &fresh, seconds(100.0), now);
-    let (back, _) = given_back(&fresh, &told, now);
+    let mut told = told_to_wait(&rules, &fresh, seconds(100.0), now);
+    let (back, _) = given_back(&fresh, &mut told, now);
     let end = now + seconds(100.0);
     let Arrival::RunAfter(left) = rules.on_arrival(&back, end - seconds(0.5)) else {
         panic!("it is to be waited out")
@@ -147,9 +148,9 @@ fn a_job_that_arrives_past_its_lifetime_is_buried_with_where_it_came_from() {
 fn the_expiration_of_a_lane_is_no_deadline() {
     let rules = rules(RetryPolicy::new([4, 4]).jitter(Jitter::None));
     let fresh = job(BasicProperties::default());
-    let told = told_to_wait(&rules, &fresh, seconds(1.0), at(Duration::ZERO));
+    let mut told = told_to_wait(&rules, &fresh, seconds(1.0), at(Duration::ZERO));
     // As an operator finds it who moves it out of its lane.
-    let (back, delay) = given_back(&fresh, &told, at(Duration::ZERO));
+    let (back, delay) = given_back(&fresh, &mut told, at(Duration::ZERO));
     assert_eq!(back.properties().expiration().as_ref().unwrap().as_str(), "4000");
     assert!(matches!(rules.on_arrival(&back, at(2 * delay)), Arrival::Run));
     let failed = Verdict::from_result(Err(anyhow::anyhow!("no")), &[]);
@@ -206,11 +207,11 @@ fn any_message() -> impl Strategy<Value = Message> {
 }
 
 /// Where it goes, as what is published there.
-fn sent(to: &Move, job: &Job, now: SystemTime) -> Outgoing {
+fn sent(to: &mut Move, job: &Job, now: SystemTime) -> Outgoing {
     let reason = match to.onward(job, "orders", now) {
         Ok(onward) => {
             let (message, delay_ms) = (job.message(), onward.delay_ms);
-            match COPIER.onward(message, job.id(), onward.story, &onward.queue, delay_ms) {
+            match COPIER.onward(message, job.id(), &mut to.story, &onward.queue, delay_ms) {
                 Ok(copy) => return copy,
                 Err(_) => BuriedReason::TooLarge,
             }
@@ -251,7 +252,7 @@ fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
             if let Arrival::Move(to) = rules.on_arrival(&job, now) {
                 ways.push(*to);
             }
-            let copies: Vec<_> = ways.iter().map(|to| sent(to, &job, now)).collect();
+            let copies: Vec<_> = ways.iter_mut().map(|to| sent(to, &job, now)).collect();
             for Outgoing { properties, queue, .. } in &copies {
                 prop_assert!(header_frame_len(properties) <= 131_072, "{queue}");
                 prop_assert!(!has_short_string(properties.headers().as_ref().unwrap()));
@@ -264,10 +265,10 @@ fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
 }
 
 /// The copy of it that comes back.
-fn copied(job: &Job, to: &Move) -> Job {
+fn copied(job: &Job, to: &mut Move) -> Job {
     let onward = to.onward(job, "orders", at(Duration::ZERO)).expect("back to its queue");
     assert_eq!((onward.queue.as_str(), onward.delay_ms), ("orders", None));
-    let copy = COPIER.onward(job.message(), job.id(), onward.story, &onward.queue, None);
+    let copy = COPIER.onward(job.message(), job.id(), &mut to.story, &onward.queue, None);
     self::job(copy.unwrap().properties)
 }
 
@@ -280,10 +281,11 @@ fn a_suspect_is_run_alone_as_often_as_the_limit_says_and_then_buried_with_its_st
     let settings = Settings::new(RetryPolicy::new([1])).crash_limit(2);
     let rules = Rules::new("orders", &settings, QueueType::Quorum).unwrap();
     let count = |job: &Job| rules.count_crash(job, at(Duration::ZERO), "host:1");
-    let once = copied(&job(BasicProperties::default()), &count(&job(BasicProperties::default())));
+    let once =
+        copied(&job(BasicProperties::default()), &mut count(&job(BasicProperties::default())));
     assert_eq!(crash_count(&once), Some(AMQPValue::LongLongInt(1)));
     assert!(!headers(&once).contains_key("retry-history"), "it was merely in hand");
-    let twice = copied(&once, &count(&once));
+    let twice = copied(&once, &mut count(&once));
     assert_eq!(crash_count(&twice), Some(AMQPValue::LongLongInt(2)));
     assert_eq!(twice.retry_count(), 0, "nothing is charged");
     let last = count(&twice);
@@ -299,13 +301,13 @@ fn a_suspect_is_run_alone_as_often_as_the_limit_says_and_then_buried_with_its_st
 fn any_outcome_of_its_handler_ends_a_series_of_crashes() {
     let rules = rules(RetryPolicy::new([1, 1]));
     let fresh = job(BasicProperties::default());
-    let marked = copied(&fresh, &rules.count_crash(&fresh, at(Duration::ZERO), "host:1"));
+    let marked = copied(&fresh, &mut rules.count_crash(&fresh, at(Duration::ZERO), "host:1"));
     for error in [anyhow::anyhow!("no"), crate::outage(anyhow::anyhow!("down")).into()] {
         let verdict = Verdict::from_result(Err(error), &[]);
         let to = rules.after_attempt(&marked, verdict, at(Duration::ZERO), "host:1").unwrap();
         assert_eq!(to.story.crash_count, 0);
     }
-    let back = copied(&marked, &Move::return_unrun(&marked, at(Duration::ZERO)));
+    let back = copied(&marked, &mut Move::return_unrun(&marked, at(Duration::ZERO)));
     assert_eq!(crash_count(&back), Some(AMQPValue::LongLongInt(1)), "it has not run");
 }
 
@@ -316,6 +318,6 @@ fn a_crash_count_that_makes_no_sense_counts_from_here() {
     table.insert("retry-crash-count".into(), AMQPValue::LongLongInt(-1));
     let odd = job(BasicProperties::default().with_headers(table));
     let rules = rules(RetryPolicy::new([1]));
-    let copy = copied(&odd, &rules.count_crash(&odd, at(Duration::ZERO), "host:1"));
+    let copy = copied(&odd, &mut rules.count_crash(&odd, at(Duration::ZERO), "host:1"));
     assert_eq!(crash_count(&copy), Some(AMQPValue::LongLongInt(1)));
 }

@@ -9,6 +9,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::SeqCst},
     },
+    time::Duration,
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -39,6 +40,7 @@ struct Line {
     /// Bytes that may still pass; without a limit if that is 0 or less.
     bytes_left: AtomicI64,
     stall: watch::Sender<bool>,
+    linger: Mutex<Duration>,
     opened: AtomicU64,
     publishes: AtomicU64,
     swallowed: AtomicU64,
@@ -103,6 +105,11 @@ impl Proxy {
     /// Reads and passes nothing in either direction, with the sockets open: a dead network.
     pub(crate) fn stall(&self, on: bool) {
         self.line.stall.send_replace(on);
+    }
+
+    /// Whoever ends without a farewell is missed by the broker only after this.
+    pub(crate) fn linger(&self, wait: Duration) {
+        *self.line.linger.lock().expect("no panic inside") = wait;
     }
 
     /// What a broker does at a memory alarm: whoever publishes is told `connection.blocked`, and
@@ -172,11 +179,14 @@ async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result
     let (broker_in, broker_out) = broker.into_split();
     let (client_out, broker_out) = (Output::new(client_out), Output::new(broker_out));
     let unanswered = Unanswered::default();
-    tokio::try_join!(
+    let ended = tokio::try_join!(
         pump(client_in, (&broker_out, &client_out), From::Client, (&line, &unanswered)),
         pump(broker_in, (&client_out, &broker_out), From::Broker, (&line, &unanswered)),
-    )?;
-    Ok(())
+    );
+    if ended.is_err() {
+        line.lingering().await;
+    }
+    ended.map(drop)
 }
 
 async fn reach(targets: &str) -> io::Result<TcpStream> {
@@ -224,10 +234,18 @@ async fn pump(
             output.lock().await.write_all(&frame).await?;
         }
     }
+    if matches!(from, From::Client) {
+        line.lingering().await;
+    }
     output.lock().await.shutdown().await
 }
 
 impl Line {
+    async fn lingering(&self) {
+        let wait = *self.linger.lock().expect("no panic inside");
+        tokio::time::sleep(wait).await;
+    }
+
     async fn until_no_alarm(&self, publisher: &Output) -> io::Result<()> {
         let mut alarm = self.alarm.subscribe();
         if !*alarm.borrow() {
