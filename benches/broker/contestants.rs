@@ -90,9 +90,10 @@ impl Task {
             // With it every error would carry a trace of the stack, ours as well as theirs.
             .env_remove("RUST_BACKTRACE")
             .env(TASK, serde_json::to_string(self)?)
-            .stderr(Stdio::inherit())
+            .stdout(Stdio::piped())
             .kill_on_drop(true)
-            .output()
+            .spawn()?
+            .wait_with_output()
             .await?;
         ensure!(output.status.success(), "{}: {}", self.contestant.name(), output.status);
         serde_json::from_slice(&output.stdout).context("a contestant's answer")

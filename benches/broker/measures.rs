@@ -30,13 +30,13 @@ pub(crate) struct Extent {
 impl Extent {
     pub(crate) const FULL: Self = Self {
         rounds: 5,
-        successes: 10_000,
-        failures: 5_000,
+        successes: 30_000,
+        failures: 15_000,
         one_at_a_time: 500,
         waiting: 1_000_000,
     };
     pub(crate) const QUICK: Self =
-        Self { rounds: 1, successes: 4_000, failures: 2_000, one_at_a_time: 100, waiting: 20_000 };
+        Self { rounds: 1, successes: 10_000, failures: 5_000, one_at_a_time: 100, waiting: 20_000 };
 }
 
 const SUCCESS: [Contestant; 5] = [AckEach, TaskEach, Multiple, OwnLoop, Handler];
@@ -87,7 +87,7 @@ fn task(case: Case, jobs: usize) -> Task {
         prefetch: case.prefetch,
         fail: false,
         one_at_a_time: false,
-        warm_up: jobs / 10 + usize::from(case.prefetch),
+        warm_up: jobs / 5 + usize::from(case.prefetch),
         jobs,
     }
 }
