@@ -91,6 +91,48 @@ async fn confirming(connection: &Connection) -> Result<Channel> {
     Ok(channel)
 }
 
+/// The headers of a copy.
+pub(crate) type Headers = fn(queue: &str) -> FieldTable;
+
+pub(crate) fn a_count(_queue: &str) -> FieldTable {
+    let mut headers = FieldTable::default();
+    headers.insert("retry-count".into(), AMQPValue::LongLongInt(1));
+    headers
+}
+
+/// As many and as long as those of this crate after one failure.
+pub(crate) fn a_story(queue: &str) -> FieldTable {
+    const AT: &str = "2026-01-01T00:01:01.000Z";
+    let text = |text: &str| AMQPValue::LongString(text.into());
+    let mut entry = FieldTable::default();
+    for (key, value) in [
+        ("at", AT),
+        ("kind", "failed"),
+        ("error", "no carrier"),
+        ("level", "0/1"),
+        ("worker", "worker:123456"),
+    ] {
+        entry.insert(key.into(), text(value));
+    }
+    let mut headers = a_count(queue);
+    for (key, value) in [
+        ("retry-queue", queue),
+        ("retry-first-failed-at", AT),
+        ("retry-last-failed-at", AT),
+        ("retry-level", "1/1 3600s"),
+        ("retry-due-at", AT),
+        ("retry-error", "no carrier"),
+        ("retry-error-kind", "failed"),
+        ("retry-original-exchange", ""),
+        ("retry-original-routing-key", queue),
+    ] {
+        headers.insert(key.into(), text(value));
+    }
+    let history = vec![AMQPValue::FieldTable(entry)];
+    headers.insert("retry-history".into(), AMQPValue::FieldArray(history.into()));
+    headers
+}
+
 /// Every job fails: a copy is published to one delay queue and confirmed, and then the original is
 /// acked.
 pub(crate) async fn confirm_each(
@@ -98,6 +140,7 @@ pub(crate) async fn confirm_each(
     mut consumer: Consumer,
     meter: Arc<Meter>,
     channels: Channels,
+    headers: Headers,
 ) -> Result<()> {
     let (channels, slots) = (Arc::new(channels), Arc::new(Semaphore::new(HAND_OFFS)));
     while let Some(delivery) = consumer.next().await {
@@ -105,9 +148,12 @@ pub(crate) async fn confirm_each(
         meter.handle(&delivery.data);
         let slot = Arc::clone(&slots).acquire_owned().await?;
         let (channels, delay_queue) = (Arc::clone(&channels), delay_queue(queue));
+        let headers = headers(queue);
         tokio::spawn(async move {
             let channel = channels.idle.lock().unwrap().pop().expect("one for each slot");
-            hand_off(&channel, &delay_queue, &delivery).await.expect("a copy that is confirmed");
+            hand_off(&channel, &delay_queue, headers, &delivery)
+                .await
+                .expect("a copy that is confirmed");
             channels.idle.lock().unwrap().push(channel);
             drop(slot);
             delivery.ack(BasicAckOptions::default()).await
@@ -116,9 +162,12 @@ pub(crate) async fn confirm_each(
     Ok(())
 }
 
-async fn hand_off(channel: &Channel, delay_queue: &str, delivery: &Delivery) -> Result<()> {
-    let mut headers = FieldTable::default();
-    headers.insert("retry-count".into(), AMQPValue::LongLongInt(1));
+async fn hand_off(
+    channel: &Channel,
+    delay_queue: &str,
+    headers: FieldTable,
+    delivery: &Delivery,
+) -> Result<()> {
     let properties = BasicProperties::default().with_delivery_mode(2).with_headers(headers);
     let options = BasicPublishOptions { mandatory: true, ..Default::default() };
     let published = channel

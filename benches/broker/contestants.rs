@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::{
     TASK,
-    by_hand::{self, Channels},
+    by_hand::{self, Channels, a_count, a_story},
     fill::{self, Publisher},
     meter::{Mark, Meter, Reading},
 };
@@ -30,6 +30,8 @@ pub(crate) enum Contestant {
     ConfirmEach,
     /// The same; a channel for each copy in flight, on another connection.
     ChannelEach,
+    /// As the first of these, but on another connection and with headers that tell as much as ours.
+    TellEach,
     /// `Retry`: the user's own loop.
     OwnLoop,
     /// `RetryConsumer`: the handler.
@@ -48,6 +50,7 @@ impl Contestant {
             Self::Multiple => "lapin, multiple acks",
             Self::ConfirmEach => "lapin, confirm and ack",
             Self::ChannelEach => "lapin, 64 channels",
+            Self::TellEach => "lapin, as much told",
             Self::OwnLoop => "own loop",
             Self::Handler => "handler",
         }
@@ -153,20 +156,22 @@ impl Task {
         let url = url.to_owned();
         Ok(tokio::spawn(async move {
             let _open = channel;
+            let another = Connection::connect(&url, ConnectionProperties::default());
             match (contestant, retry) {
                 (_, Some(retry)) => own_loop(retry.jobs(consumer), meter, fail).await,
                 (Contestant::TaskEach, _) => by_hand::task_each(consumer, meter).await,
                 (Contestant::Multiple, _) => by_hand::multiple(consumer, meter, prefetch).await,
                 (Contestant::ConfirmEach, _) => {
                     let channels = Channels::one(connection).await?;
-                    by_hand::confirm_each(&queue, consumer, meter, channels).await
+                    by_hand::confirm_each(&queue, consumer, meter, channels, a_count).await
                 }
                 (Contestant::ChannelEach, _) => {
-                    let channels = Channels::many(
-                        Connection::connect(&url, ConnectionProperties::default()).await?,
-                    )
-                    .await?;
-                    by_hand::confirm_each(&queue, consumer, meter, channels).await
+                    let channels = Channels::many(another.await?).await?;
+                    by_hand::confirm_each(&queue, consumer, meter, channels, a_count).await
+                }
+                (Contestant::TellEach, _) => {
+                    let channels = Channels::one(another.await?).await?;
+                    by_hand::confirm_each(&queue, consumer, meter, channels, a_story).await
                 }
                 _ => by_hand::ack_each(consumer, meter).await,
             }

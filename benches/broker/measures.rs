@@ -7,7 +7,7 @@ use anyhow::Result;
 use crate::{
     contestants::{
         Contestant::{
-            self, AckEach, ChannelEach, ConfirmEach, Handler, Multiple, OwnLoop, TaskEach,
+            self, AckEach, ChannelEach, ConfirmEach, Handler, Multiple, OwnLoop, TaskEach, TellEach,
         },
         Task,
     },
@@ -36,11 +36,11 @@ impl Extent {
         waiting: 1_000_000,
     };
     pub(crate) const QUICK: Self =
-        Self { rounds: 1, successes: 10_000, failures: 5_000, one_at_a_time: 100, waiting: 20_000 };
+        Self { rounds: 1, successes: 6_000, failures: 3_000, one_at_a_time: 100, waiting: 20_000 };
 }
 
 const SUCCESS: [Contestant; 5] = [AckEach, TaskEach, Multiple, OwnLoop, Handler];
-const FAILURE: [Contestant; 4] = [ConfirmEach, ChannelEach, OwnLoop, Handler];
+const FAILURE: [Contestant; 5] = [ConfirmEach, ChannelEach, TellEach, OwnLoop, Handler];
 const LATENCY: [Contestant; 3] = [AckEach, OwnLoop, Handler];
 
 /// All measures whose name begins so.
@@ -59,7 +59,8 @@ pub(crate) async fn all(url: &str, extent: &Extent, name: &str, table: &Table) -
                 let failure = case(measure);
                 if is_wanted(measure) {
                     let task = Task { fail: true, lanes, ..task(failure, extent.failures) };
-                    table.rates(failure, &bench.in_turn(&FAILURE, &task).await?, &[ConfirmEach]);
+                    let measured = bench.in_turn(&FAILURE, &task).await?;
+                    table.rates(failure, &measured, &[ConfirmEach, TellEach]);
                 }
             }
         }
