@@ -330,8 +330,7 @@ impl Engine {
 
     /// The same for one that may be owed: it has failed for long, before it was given back.
     ///
-    /// Of each job that fails this is kept until the broker has confirmed, so what is rare is out of
-    /// the way, in a box.
+    /// Of each job that fails this is kept until its ack, so what is rare is out of the way, in a box.
     pub(crate) async fn hand_off_again(
         &self,
         mut slot: Option<Slot>,
