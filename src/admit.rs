@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use crate::{
     Event, UnsettledJob,
     policy::Suspicion,
-    settle::{Arrival, Arrived, Engine},
+    settle::{Arrival, Arrived, Engine, Teller},
 };
 
 impl Engine {
@@ -24,26 +24,24 @@ impl Engine {
             return None;
         }
         if self.is_finished(&job) {
-            self.ack(job, tag, |job| Event::AlreadyDone { job }, |_| {});
+            self.ack(job, tag, |job| Event::AlreadyDone { job }, Teller::nobody());
             return None;
         }
         // Its handler has run: all that is left to do is what was decided then.
         if let Some(to) = self.owed(&job) {
-            let engine = Arc::clone(self);
-            self.spawn(async move { engine.hand_off_again(None, &job, &*tag, to, true).await });
+            self.leaving(job, tag, to).go_as_owed();
             return None;
         }
         if suspicion == Suspicion::Count {
-            let (engine, to) = (Arc::clone(self), self.count_crash(&job));
-            self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+            let to = self.count_crash(&job);
+            self.leaving(job, tag, to).go();
             return None;
         }
         let due = match rules.on_arrival(&job, now) {
             Arrival::Run => None,
             Arrival::RunAfter(left) => Some(Instant::now() + left),
             Arrival::Move(to) => {
-                let engine = Arc::clone(self);
-                self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+                self.leaving(job, tag, to).go();
                 return None;
             }
         };

@@ -30,14 +30,37 @@ impl HandOff {
         Arc::clone(&self.slots).try_acquire_owned().ok().map(Slot)
     }
 
-    pub(crate) async fn slot(&self) -> Slot {
-        // The semaphore is never closed.
-        Slot(Arc::clone(&self.slots).acquire_owned().await.expect("an open semaphore"))
+    /// None if it is too late for one.
+    pub(crate) async fn slot(&self) -> Option<Slot> {
+        Arc::clone(&self.slots).acquire_owned().await.ok().map(Slot)
+    }
+
+    /// From now on there are no slots.
+    pub(crate) fn close(&self) {
+        self.slots.close();
     }
 
     /// One try. The slot is free again when it is over.
     pub(crate) async fn publish(&self, copy: Box<Outgoing>, _slot: Slot, alone: bool) -> Confirmed {
         self.link.publish(copy, alone).await
+    }
+
+    /// One that nobody waits for, if the way is open; see [`Link::publish_at_once`]. If it is not, the
+    /// slot comes back.
+    pub(crate) fn publish_at_once(
+        &self,
+        copy: Box<Outgoing>,
+        slot: Slot,
+        answered: impl FnOnce(Result<Confirmed, Slot>) + Send + 'static,
+    ) {
+        let answered = move |answer: Option<Confirmed>| match answer {
+            Some(answer) => {
+                drop(slot);
+                answered(Ok(answer));
+            }
+            None => answered(Err(slot)),
+        };
+        self.link.publish_at_once(copy, Box::new(answered));
     }
 
     /// The waits between one job's tries.

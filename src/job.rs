@@ -2,7 +2,7 @@
 
 use std::{
     fmt,
-    sync::{Arc, OnceLock},
+    sync::{Arc, LazyLock, OnceLock},
 };
 
 use lapin::BasicProperties;
@@ -24,14 +24,16 @@ pub struct Job(Arc<Inner>);
 
 struct Inner {
     message: Arc<Message>,
-    story: Story,
+    /// Most jobs have none yet, and it is large.
+    story: Option<Box<Story>>,
     /// Made when it is asked for, if the publisher set none.
     made_id: OnceLock<String>,
     received: Instant,
 }
 
 impl Job {
-    pub(crate) fn new(message: Message, story: Story) -> Self {
+    pub(crate) fn new(message: Message, story: impl Into<Option<Story>>) -> Self {
+        let story = story.into().map(Box::new);
         let (made_id, received) = (OnceLock::new(), Instant::now());
         Self(Arc::new(Inner { message: Arc::new(message), story, made_id, received }))
     }
@@ -58,17 +60,17 @@ impl Job {
 
     /// The exchange that the job was published to: the original one, also on a retry.
     pub fn exchange(&self) -> &str {
-        self.0.story.original_exchange().unwrap_or(self.0.message.exchange.as_str())
+        self.story().original_exchange().unwrap_or(self.0.message.exchange.as_str())
     }
 
     /// The routing key that the job was published with: the original one, also on a retry.
     pub fn routing_key(&self) -> &str {
-        self.0.story.original_routing_key().unwrap_or(self.0.message.routing_key.as_str())
+        self.story().original_routing_key().unwrap_or(self.0.message.routing_key.as_str())
     }
 
     /// Failures charged to the job so far: 0 at the first attempt.
     pub fn retry_count(&self) -> u32 {
-        self.0.story.retry_count
+        self.story().retry_count
     }
 
     /// Whether the broker delivered this very message before, without an answer. A retry is a
@@ -116,7 +118,8 @@ impl Job {
     }
 
     pub(crate) fn story(&self) -> &Story {
-        &self.0.story
+        static NONE: LazyLock<Story> = LazyLock::new(Story::default);
+        self.0.story.as_deref().unwrap_or_else(|| &NONE)
     }
 
     /// The `type` property, for logs.

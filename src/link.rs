@@ -15,7 +15,7 @@ use tokio::time::Instant;
 pub use self::broker::Broker;
 pub(crate) use self::{
     connection::unreadable,
-    lapin::{LapinLink, incoming},
+    lapin::{LapinLink, LapinTag, incoming},
 };
 use crate::{
     Error,
@@ -55,6 +55,9 @@ pub(crate) enum Confirmed {
     Crowded(String),
 }
 
+/// Hears what the broker answered; or `None`, if nothing was tried. It must not wait or do much.
+pub(crate) type Answered = Box<dyn FnOnce(Option<Confirmed>) + Send>;
+
 /// What a copy must respect.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Limits {
@@ -77,7 +80,7 @@ pub(crate) struct Subscribe {
 #[derive(Debug)]
 pub(crate) struct Incoming {
     pub(crate) message: Message,
-    pub(crate) tag: Arc<dyn Tag>,
+    pub(crate) tag: LapinTag,
 }
 
 /// Hears whether the broker was told.
@@ -142,6 +145,8 @@ pub(crate) trait Link: Debug + Send + Sync {
     /// Publishes with `mandatory`, and waits for the broker's confirm for a bounded time. `alone` no
     /// other copy is on its channel.
     fn publish(&self, copy: Box<Outgoing>, alone: bool) -> BoxFuture<'_, Confirmed>;
+    /// The same without anybody waiting for it, if the way is open.
+    fn publish_at_once(&self, copy: Box<Outgoing>, answered: Answered);
     /// Publishes no more through this connection, which left a publish undecided.
     fn retire(&self, connection: u64);
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;

@@ -67,7 +67,7 @@ pub(crate) fn text_header(properties: &BasicProperties, name: &str) -> Option<St
 /// A copy on its way to one queue, through the default exchange.
 #[derive(Clone)]
 pub(crate) struct Outgoing {
-    pub(crate) queue: String,
+    pub(crate) queue: Arc<str>,
     pub(crate) properties: BasicProperties,
     /// The body is the original's, never encoded anew.
     pub(crate) original: Arc<Message>,

@@ -50,7 +50,7 @@ fn message(properties: BasicProperties) -> Message {
 fn failed(mut story: Story, message: &Message) -> Story {
     let (kind, error, level) = (FailureKind::Failed, "no route to host", "1/8 15s".to_owned());
     let at = SystemTime::now();
-    story.charge(&Failure { kind, error, at, level, worker: "host:1" });
+    story.charge(Failure { kind, error, at, level, worker: "host:1" });
     story.remember(message, at);
     story.go_to(at + Duration::from_secs(15));
     story

@@ -3,6 +3,7 @@
 mod ack_book;
 mod acks;
 mod finished;
+mod hand_off;
 mod key;
 mod made;
 mod pacing;
@@ -19,11 +20,7 @@ use std::{
 };
 
 use rand::rngs::SmallRng;
-use tokio::{
-    runtime::Handle,
-    sync::{oneshot, watch},
-    time::Instant,
-};
+use tokio::{runtime::Handle, sync::watch, time::Instant};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
@@ -32,21 +29,16 @@ pub(crate) use self::{
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
     suspects::Arrived,
+    unsettled::Teller,
 };
-use self::{
-    finished::Finished,
-    plan::To,
-    stuck::{Next, Owed, Trouble},
-    suspects::Custody,
-};
+use self::{finished::Finished, hand_off::Accepting, stuck::Owed, suspects::Custody};
 use crate::{
-    BuriedReason, Error, ErrorKind, Event, Job, Settings, Topology,
+    Error, ErrorKind, Event, Job, Settings, Topology,
     clock::Clock,
     doctor::examine,
     event::emit,
-    handoff::{HandOff, Slot},
-    link::{Broker, Confirmed, LINGER, LapinLink, Link, Subscribe, Subscription, Tag},
-    message::{Copier, Outgoing, TooLarge},
+    handoff::HandOff,
+    link::{Broker, LINGER, LapinLink, Link, Subscribe, Subscription, Tag},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
     topology::{about_permissions, declare},
@@ -205,6 +197,7 @@ impl Engine {
             return Ok(());
         }
         self.giving_up.cancel();
+        self.handoff.close();
         let left = self.tasks.len();
         let _ = tokio::time::timeout(Duration::from_secs(1), self.tasks.wait()).await;
         Err(Error::new(
@@ -217,55 +210,24 @@ impl Engine {
         ))
     }
 
-    /// Settles a job. The outcome of a failure is accepted once there is a free hand-off slot for it:
-    /// then whoever settled may go on. The ack and the confirm follow.
+    /// Settles a job. A failure is accepted once it has begun to leave.
     pub(crate) fn settle(
         self: &Arc<Self>,
         job: Job,
         tag: Arc<dyn Tag>,
         (rules, epoch): (&Rules, Epoch),
         result: Result<(), anyhow::Error>,
-    ) -> (Receipt, Option<oneshot::Receiver<()>>) {
+    ) -> (Receipt, Option<Accepting>) {
         let verdict = Verdict::from_result(result, &rules.classifiers);
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
-        let (receipt, tell) = Receipt::new();
-        let to = rules.after_attempt(&job, verdict, self.now(), self.worker());
-        let Some(to) = to.map(Box::new) else {
+        let (receipt, teller) = Receipt::new();
+        let Some(to) = rules.after_attempt(&job, verdict, self.now(), self.worker()) else {
             self.finished(&job);
-            self.ack(job, tag, |job| Event::Done { job }, tell);
+            self.ack(job, tag, |job| Event::Done { job }, teller);
             return (receipt, None);
         };
-        let (engine, free) = (Arc::clone(self), self.free_slot());
-        let (accepted, accepting) = free.is_none().then(oneshot::channel::<()>).unzip();
-        // The wait for a slot is part of the task, so that close() knows of it, and a caller who
-        // gives up waiting leaves no job behind that nobody settles.
-        self.spawn(async move {
-            let slot = match free {
-                Some(slot) => Some(slot),
-                None => engine.slot().await,
-            };
-            drop(accepted);
-            tell(match slot {
-                Some(slot) => engine.hand_off(Some(slot), &job, &*tag, to).await,
-                None => engine.given_up(&job),
-            });
-        });
-        (receipt, accepting)
-    }
-
-    /// A hand-off slot that nobody has to wait for.
-    fn free_slot(&self) -> Option<Slot> {
-        if self.giving_up.is_cancelled() { None } else { self.handoff.free_slot() }
-    }
-
-    /// A free hand-off slot; none if it is too late for one.
-    async fn slot(&self) -> Option<Slot> {
-        tokio::select! {
-            biased;
-            () = self.giving_up.cancelled() => None,
-            slot = self.handoff.slot() => Some(slot),
-        }
+        (receipt, Some(self.leaving(job, tag, Box::new(to)).accepting(teller)))
     }
 
     async fn ack_by(&self, tag: &dyn Tag, multiple: bool) -> bool {
@@ -293,18 +255,22 @@ impl Engine {
         job: Job,
         tag: Arc<dyn Tag>,
         event: fn(Job) -> Event,
-        tell: impl FnOnce(Settled) + Send + 'static,
+        teller: Teller,
     ) {
         let engine = Arc::clone(self);
-        let told = Box::new(move |acked| {
+        self.ack_and_tell(tag, move |acked| {
             if acked {
                 engine.emit(&event(job));
-                tell(Settled::Acked);
+                teller.tell(Settled::Acked);
             } else {
-                tell(engine.given_up(&job));
+                teller.tell(engine.given_up(&job));
             }
         });
-        if let Err(told) = tag.ack_with_others(told) {
+    }
+
+    /// Together with others, if it may be.
+    fn ack_and_tell(self: &Arc<Self>, tag: Arc<dyn Tag>, told: impl FnOnce(bool) + Send + 'static) {
+        if let Err(told) = tag.ack_with_others(Box::new(told)) {
             let engine = Arc::clone(self);
             self.spawn(async move { told(engine.ack_by(&*tag, false).await) });
         }
@@ -314,139 +280,5 @@ impl Engine {
     fn given_up(&self, job: &Job) -> Settled {
         self.emit(&Event::Stale { job: job.clone() });
         Settled::Stale
-    }
-
-    /// The safety rule: publish the copy, wait for its confirm, and only then ack the original.
-    /// While it fails the original stays unacked, and it is tried again.
-    pub(crate) fn hand_off(
-        &self,
-        slot: Option<Slot>,
-        job: &Job,
-        tag: &dyn Tag,
-        to: Box<Move>,
-    ) -> impl Future<Output = Settled> + Send {
-        self.hand_off_again(slot, job, tag, to, false)
-    }
-
-    /// The same for one that may be owed: it has failed for long, before it was given back.
-    ///
-    /// Of each job that fails this is kept until its ack, so what is rare is out of the way, in a box.
-    pub(crate) async fn hand_off_again(
-        &self,
-        mut slot: Option<Slot>,
-        job: &Job,
-        tag: &dyn Tag,
-        mut to: Box<Move>,
-        owed: bool,
-    ) -> Settled {
-        if let To::WorkQueue | To::Alone = to.to {
-            drop(slot.take());
-            Box::pin(self.until_quiet()).await;
-        }
-        let mut trouble = Trouble::new(self, job, owed);
-        let (mut tries, mut alone) = (0, false);
-        let (event, settled, queue) = loop {
-            let slot = match slot.take() {
-                Some(slot) => slot,
-                None => match self.slot().await {
-                    Some(slot) => slot,
-                    None => return self.given_up(job),
-                },
-            };
-            // The broker delivers it again, so a copy would be one too many.
-            if !tag.usable() {
-                if owed {
-                    self.still_owed(job, to);
-                }
-                return self.given_up(job);
-            }
-            let (copy, event, settled) = self.copy(job, &mut to);
-            let queue = copy.queue.clone();
-            let answer = match self.make_on_first_use(&queue).await {
-                Ok(()) => tokio::select! {
-                    biased;
-                    answer = self.handoff.publish(copy, slot, alone) => answer,
-                    // The original is not acked, so nothing is lost.
-                    () = self.giving_up.cancelled() => return self.given_up(job),
-                },
-                Err(error) => {
-                    drop(slot);
-                    Confirmed::NotSent(error)
-                }
-            };
-            let crowded = matches!(answer, Confirmed::Crowded(_));
-            let (why, undecided) = match answer {
-                Confirmed::Yes => break (event, settled, queue),
-                Confirmed::Returned(why) => {
-                    (Box::pin(self.declare_again(to.lane(), &queue, &why)).await, false)
-                }
-                Confirmed::Nacked => {
-                    ("the queue refused it: it is full, or not there".into(), false)
-                }
-                Confirmed::NotSent(error) => {
-                    (about_permissions(error, &self.queue()).to_string(), false)
-                }
-                Confirmed::Undecided(connection, why) => {
-                    // Nothing is published again through a connection that left it undecided.
-                    self.link.retire(connection);
-                    (why, true)
-                }
-                Confirmed::Crowded(why) => (why, true),
-            };
-            tries += 1;
-            self.emit(&Event::HandOffFailed {
-                job: job.clone(),
-                queue: queue.clone(),
-                why: why.clone(),
-                undecided,
-                tries,
-                stuck: trouble.is_stuck(),
-            });
-            if crowded {
-                // No reason to wait: alone it is told what becomes of it.
-                alone = true;
-                continue;
-            }
-            match Box::pin(trouble.next(&queue, &why)).await {
-                Next::Try => {}
-                Next::GiveBack => {
-                    return Box::pin(self.give_back_owed(job, tag, to, (queue, &why))).await;
-                }
-                Next::GiveUp => return self.given_up(job),
-            }
-        };
-        // Never a reason to publish again: the job will be seen again.
-        if !self.ack_by(tag, false).await {
-            self.emit(&Event::Duplicated { job: job.clone() });
-        }
-        self.emit(&event);
-        self.reached(&queue);
-        settled
-    }
-
-    /// The copy for one try, what to say when it is confirmed, and what became of the job.
-    fn copy(&self, job: &Job, to: &mut Move) -> (Box<Outgoing>, Event, Settled) {
-        let limits = self.link.limits();
-        let queue = self.queue.as_str();
-        let copier = Copier { work_queue: queue, user: &limits.user, frame_max: limits.frame_max };
-        let (message, id, now) = (job.message(), job.id(), self.now());
-        let reason = match to.onward(job, queue, now) {
-            Ok(onward) => {
-                match copier.onward(message, id, &mut to.story, &onward.queue, onward.delay_ms) {
-                    Ok(copy) => return (Box::new(copy), onward.event, onward.settled),
-                    Err(TooLarge) => {
-                        to.story.stay_on_level_of(job.story());
-                        BuriedReason::TooLarge
-                    }
-                }
-            }
-            Err(reason) => reason,
-        };
-        let buried = &self.rules().topology.buried().name.clone();
-        let story = to.story.clone();
-        let (copy, reason) =
-            copier.burial(message, id, story, buried, (reason, now, self.worker()));
-        let event = Event::Buried { job: job.clone(), reason, error: to.error.clone() };
-        (Box::new(copy), event, Settled::Buried)
     }
 }

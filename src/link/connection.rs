@@ -19,8 +19,12 @@ use tokio::{
     time::Instant,
 };
 
-use super::{Broker, dial::open, pipe::Pipe};
-use crate::{Error, ErrorKind, clock::Backoff};
+use super::{
+    Answered, Broker,
+    dial::open,
+    pipe::{Carrier, Order, Pipe},
+};
+use crate::{Error, ErrorKind, clock::Backoff, message::Outgoing};
 
 /// What RabbitMQ negotiates unless told otherwise.
 const CHANNEL_MAX: u16 = 2047;
@@ -63,7 +67,8 @@ pub(super) struct Session {
     pub(super) connection: Connection,
     retired: AtomicBool,
     /// The channels that publish, by queue, for all consumers together.
-    pipes: Mutex<HashMap<String, Arc<OnceCell<Pipe>>>>,
+    pipes: Mutex<HashMap<Arc<str>, Arc<OnceCell<Pipe>>>>,
+    carrier: Carrier,
     /// One at a time publishes on a channel of its own.
     alone: Semaphore,
 }
@@ -123,6 +128,7 @@ impl Shared {
                 opening.backoff.reset();
                 let session = Arc::new(Session {
                     number: opening.opened,
+                    carrier: Carrier::start(&connection),
                     connection,
                     retired: AtomicBool::new(false),
                     pipes: Mutex::default(),
@@ -166,14 +172,16 @@ impl Shared {
         lock(&self.current).take();
     }
 
-    fn working(&self) -> Option<Arc<Session>> {
+    /// The connection, if there is one that works.
+    pub(super) fn working(&self) -> Option<Arc<Session>> {
         lock(&self.current).as_ref().filter(|session| session.works()).cloned()
     }
 }
 
 impl Session {
     fn works(&self) -> bool {
-        self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
+        let connected = self.connection.status().connected() && self.carrier.works();
+        connected && !self.retired.load(Ordering::Relaxed)
     }
 
     /// The channel on which copies for this queue are published, if it is open.
@@ -183,14 +191,14 @@ impl Session {
     }
 
     /// The same, opened if there is none; none if there are as many as may be.
-    pub(super) async fn pipe(&self, queue: &str) -> Result<Option<Pipe>, lapin::Error> {
+    pub(super) async fn pipe(&self, queue: &Arc<str>) -> Result<Option<Pipe>, lapin::Error> {
         let Some(cell) = self.pipe_cell(queue) else { return Ok(None) };
         // Nobody who wants another waits while this one is opened.
         let opened = cell.get_or_try_init(|| Pipe::open(&self.connection)).await?;
         Ok(Some(opened.clone()))
     }
 
-    fn pipe_cell(&self, queue: &str) -> Option<Arc<OnceCell<Pipe>>> {
+    fn pipe_cell(&self, queue: &Arc<str>) -> Option<Arc<OnceCell<Pipe>>> {
         let is_open = |cell: &Arc<OnceCell<Pipe>>| cell.get().is_none_or(Pipe::is_open);
         let mut pipes = lock(&self.pipes);
         if let Some(cell) = pipes.get(queue).filter(|cell| is_open(cell)) {
@@ -204,7 +212,19 @@ impl Session {
             };
             pipes.retain(|_, cell| !is_idle(cell));
         }
-        (pipes.len() < most).then(|| Arc::clone(pipes.entry(queue.to_owned()).or_default()))
+        (pipes.len() < most).then(|| Arc::clone(pipes.entry(Arc::clone(queue)).or_default()))
+    }
+
+    /// Tells what the broker answers; or gives `answered` back, if the task that publishes has ended.
+    pub(super) fn publish(
+        self: &Arc<Self>,
+        pipe: Pipe,
+        copy: Box<Outgoing>,
+        timeout: Duration,
+        answered: Answered,
+    ) -> Result<(), Answered> {
+        let order = Order { pipe, copy, answered, timeout, session: Arc::clone(self) };
+        self.carrier.publish(order).map_err(|back| back.answered)
     }
 
     /// The right to publish on a channel of its own.

@@ -24,10 +24,11 @@ use lapin::{
 use tokio::{runtime::Handle, sync::oneshot, time::Instant};
 
 use super::{
-    Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription, Tag,
+    Answered, Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription,
+    Tag,
     connection::{Purpose, Session, Shared, refused, unreadable},
     dial::until_back,
-    pipe::{Landed, Pipe},
+    pipe::{Pipe, not_sent, undecided},
     watched::Watched,
 };
 use crate::{
@@ -42,6 +43,7 @@ const FRAME_MAX: u32 = 131_072;
 const ANSWER: Duration = Duration::from_secs(30);
 /// How often who waits for an answer looks whether it can still come.
 const DEAD_CHECK: Duration = Duration::from_secs(1);
+const BUSY: &str = "all channels that publish are in use";
 
 /// One work queue's way to a broker.
 #[derive(Debug)]
@@ -87,51 +89,36 @@ impl LapinLink {
     }
 
     /// On the channel for its queue, or alone on one of its own.
-    async fn land(&self, session: &Session, mut copy: Box<Outgoing>, alone: bool) -> Landed {
-        if session.connection.status().blocked() {
-            // What is published now would be sent, and confirmed, only when the alarm is over.
+    async fn land(&self, session: &Arc<Session>, copy: Box<Outgoing>, alone: bool) -> Confirmed {
+        if is_blocked(session) {
             let why = "the broker blocks publishers (a memory or disk alarm)";
-            return Landed::NotSent(why.to_owned());
+            return not_sent(&copy.queue, why);
         }
         let _turn = if alone {
             let waiting = tokio::time::timeout(self.confirm_timeout, session.alone());
-            let Ok(turn) = Box::pin(waiting).await else { return busy() };
+            let Ok(turn) = waiting.await else { return not_sent(&copy.queue, BUSY) };
             Some(turn)
         } else {
             None
         };
-        let landing = loop {
-            let open = if alone { None } else { session.open_pipe(&copy.queue) };
-            let pipe = match open {
-                Some(pipe) => pipe,
-                None => match Box::pin(self.pipe(session, &copy.queue, alone)).await {
-                    Ok(pipe) => pipe,
-                    Err(landed) => return landed,
-                },
-            };
-            match pipe.publish(copy) {
-                Ok(landing) => break landing,
-                // Closed since it was looked up.
-                Err(back) => copy = back,
-            }
+        let (tell, told) = oneshot::channel();
+        let open = if alone { None } else { session.open_pipe(&copy.queue) };
+        let pipe = match open {
+            Some(pipe) => pipe,
+            None => match self.pipe(session, &copy.queue, alone).await {
+                Ok(pipe) => pipe,
+                Err(why) => return not_sent(&copy.queue, why),
+            },
         };
-        let mut landing = pin!(landing);
-        loop {
-            match tokio::time::timeout(self.confirm_timeout, &mut landing).await {
-                Ok(landed) => return landed,
-                // Sent as an alarm began. The answer comes when the alarm is over, and until
-                // then there is no other way to publish.
-                Err(_) if session.connection.status().blocked() => {}
-                Err(_) => {
-                    let why = format!("no confirm within {:?}", self.confirm_timeout);
-                    return Landed::Undecided(why);
-                }
-            }
-        }
+        // Nobody waits any more if the engine gave up.
+        let answered = Box::new(move |answer| drop(tell.send(answer)));
+        // If it comes back, so that nobody is told, the copy is undecided, for all that is known here.
+        drop(session.publish(pipe, copy, self.confirm_timeout, answered));
+        told.await.ok().flatten().unwrap_or_else(|| undecided(session.number))
     }
 
-    /// A channel to publish on, opened if there is none; or what became of the copy.
-    async fn pipe(&self, session: &Session, queue: &str, alone: bool) -> Result<Pipe, Landed> {
+    /// A channel to publish on, opened if there is none; or why there is none.
+    async fn pipe(&self, session: &Session, queue: &Arc<str>, alone: bool) -> Result<Pipe, String> {
         let opening = async {
             match alone {
                 true => Pipe::open(&session.connection).await.map(Some),
@@ -140,50 +127,40 @@ impl LapinLink {
         };
         match tokio::time::timeout(self.confirm_timeout, opening).await {
             Ok(Ok(Some(pipe))) => Ok(pipe),
-            Ok(Ok(None)) => Err(busy()),
-            Ok(Err(error)) => Err(Landed::NotSent(error.to_string())),
+            Ok(Ok(None)) => Err(BUSY.to_owned()),
+            Ok(Err(error)) => Err(error.to_string()),
             Err(_) => {
                 self.retire(session.number);
-                Err(Landed::NotSent("the broker opened no channel in time".to_owned()))
+                Err("the broker opened no channel in time".to_owned())
             }
         }
     }
 }
 
-fn busy() -> Landed {
-    Landed::NotSent("all channels that publish are in use".to_owned())
-}
-
-fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
-    let what = || format!("publishing to {queue:?}");
-    match landed {
-        Landed::Confirmed => Confirmed::Yes,
-        Landed::Returned(why) => Confirmed::Returned(why),
-        Landed::Nacked => Confirmed::Nacked,
-        Landed::NotSent(why) => {
-            let text = format!("{}: {why}", what());
-            Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
-        }
-        Landed::Refused { alone: true, error } => Confirmed::NotSent(refused(&error, &what())),
-        Landed::Refused { alone: false, error } => {
-            Confirmed::Crowded(refused(&error, &what()).to_string())
-        }
-        Landed::Undecided(why) => Confirmed::Undecided(connection, why),
-    }
+/// What is published then would be sent, and confirmed, only when the alarm is over.
+fn is_blocked(session: &Session) -> bool {
+    session.connection.status().blocked()
 }
 
 impl Link for LapinLink {
     fn publish(&self, copy: Box<Outgoing>, alone: bool) -> BoxFuture<'_, Confirmed> {
         async move {
-            let queue = copy.queue.clone();
             match self.publishing().await {
-                Ok(session) => {
-                    confirmed(self.land(&session, copy, alone).await, session.number, &queue)
-                }
+                Ok(session) => self.land(&session, copy, alone).await,
                 Err(error) => Confirmed::NotSent(error),
             }
         }
         .boxed()
+    }
+
+    fn publish_at_once(&self, copy: Box<Outgoing>, answered: Answered) {
+        let working = self.broker.0.publishing.working();
+        let open = working.filter(|session| !is_blocked(session));
+        let way = open.and_then(|session| Some((session.open_pipe(&copy.queue)?, session)));
+        let Some((pipe, session)) = way else { return answered(None) };
+        if let Err(answered) = session.publish(pipe, copy, self.confirm_timeout, answered) {
+            answered(None);
+        }
     }
 
     fn retire(&self, connection: u64) {
@@ -388,7 +365,7 @@ impl Control for Consuming {
 }
 
 #[derive(Debug)]
-struct LapinTag {
+pub(crate) struct LapinTag {
     number: u64,
     acker: Acker,
     /// A consumer that the broker cancelled leaves its channel open, so that what is still at work
@@ -460,6 +437,6 @@ fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
             properties: delivery.properties,
             body: delivery.data,
         },
-        tag: Arc::new(LapinTag { number: delivery.delivery_tag, acker: delivery.acker, channel }),
+        tag: LapinTag { number: delivery.delivery_tag, acker: delivery.acker, channel },
     }
 }

@@ -1,15 +1,17 @@
-//! One channel with many publishes in flight, and what the broker answers to each.
+//! Channels with many publishes in flight, and what the broker answers to each.
 //!
 //! Each queue has its own: the first copy for a quorum queue that does not answer stops the channel, and
-//! with it all copies behind it (3.10, 4.3).
+//! with it all copies behind it (3.10, 4.3). One task publishes on all channels of a connection.
 
 mod judge;
 
 use std::{
-    mem,
+    collections::HashMap,
+    fmt, mem,
+    pin::pin,
     sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
     time::Duration,
@@ -17,95 +19,282 @@ use std::{
 
 use futures_util::{StreamExt, stream::FuturesUnordered};
 use lapin::{
-    Channel, Confirmation, Connection,
+    Channel, Confirmation, Connection, ConnectionStatus,
     options::{BasicPublishOptions, ConfirmSelectOptions},
 };
-use tokio::sync::{mpsc, oneshot};
+use tokio::{
+    sync::mpsc,
+    time::{Instant, sleep},
+};
 
-pub(super) use self::judge::Landed;
-use self::judge::{Answer, Asked, Judge, Said, Stray};
-use super::connection::{is_closed, is_refusal};
-use crate::message::Outgoing;
+use self::judge::{Answer, Asked, Judge, Landed, Said, Stray};
+use super::{
+    Answered, Confirmed,
+    connection::{Session, is_closed, is_refusal, refused},
+};
+use crate::{Error, ErrorKind, message::Outgoing};
 
-/// How often a channel that is used no more looks whether somebody still waits for an answer.
+/// How late a copy may be told of as undecided.
 const LOOK: Duration = Duration::from_secs(1);
 
-/// The way to the task that has the channel. Both end when nobody has one of these any more, or when
-/// the channel has met what spoils it and all in flight have their answers.
-#[derive(Clone, Debug)]
-pub(super) struct Pipe {
-    orders: mpsc::UnboundedSender<Order>,
+/// A channel to publish on. It is closed when nobody has it any more.
+#[derive(Clone)]
+pub(super) struct Pipe(Arc<Inner>);
+
+struct Inner {
     channel: Channel,
+    /// Nothing more is to be published on it.
+    spoiled: AtomicBool,
+    in_flight: AtomicUsize,
+    hearing: Mutex<Hearing>,
 }
 
-#[derive(Debug)]
-struct Order {
-    copy: Box<Outgoing>,
-    tell: oneshot::Sender<Landed>,
+#[derive(Default)]
+struct Hearing {
+    judge: Judge,
+    answers: Vec<Answer>,
 }
 
 impl Pipe {
     pub(super) async fn open(connection: &Connection) -> Result<Self, lapin::Error> {
         let channel = connection.create_channel().await?;
         channel.confirm_select(ConfirmSelectOptions::default()).await?;
-        // No more are in it than all consumers together have slots for hand-offs.
-        let (orders, taken) = mpsc::unbounded_channel();
-        tokio::spawn(carry(channel.clone(), taken));
-        Ok(Self { orders, channel })
+        let (spoiled, in_flight) = (AtomicBool::default(), AtomicUsize::default());
+        Ok(Self(Arc::new(Inner { channel, spoiled, in_flight, hearing: Mutex::default() })))
     }
 
     /// False once it takes no more.
     pub(super) fn is_open(&self) -> bool {
-        !self.orders.is_closed() && self.channel.status().connected()
+        !self.0.spoiled.load(Ordering::Relaxed) && self.0.channel.status().connected()
     }
 
     /// Nobody else has it.
     pub(super) fn is_idle(&self) -> bool {
-        self.orders.strong_count() == 1
+        Arc::strong_count(&self.0) == 1
     }
 
-    /// What becomes of the copy; or the copy, if it takes no more.
-    pub(super) fn publish(
-        &self,
-        copy: Box<Outgoing>,
-    ) -> Result<impl Future<Output = Landed> + use<>, Box<Outgoing>> {
-        let (tell, told) = oneshot::channel();
-        self.orders.send(Order { copy, tell }).map_err(|back| back.0.copy)?;
-        // As long as somebody waits the task goes on.
-        let waits = self.clone();
-        Ok(async move {
-            let landed = told.await;
-            drop(waits);
-            landed.unwrap_or_else(|_| Landed::Undecided("the runtime shuts down".to_owned()))
-        })
+    async fn publish(self, number: u64, mut copy: Box<Outgoing>) -> (Self, Answer) {
+        let id = copy.properties.message_id().clone();
+        let options = BasicPublishOptions { mandatory: true, ..Default::default() };
+        let (to, body) = ((&*copy.queue).into(), &copy.original.body);
+        // Taken here, not held beside: all this is kept of each copy in flight.
+        let properties = mem::take(&mut copy.properties);
+        let publishing = self.0.channel.basic_publish("".into(), to, options, body, properties);
+        let said = match publishing.await {
+            Ok(confirm) => match confirm.await {
+                Ok(Confirmation::Ack(returned)) => Said::Ack(returned.map(Stray::from)),
+                Ok(Confirmation::Nack(returned)) => Said::Nack(returned.map(Stray::from)),
+                Ok(Confirmation::NotRequested) => {
+                    Said::Undecided("the channel was not in confirm mode".to_owned())
+                }
+                Err(error) if is_refusal(&error) => Said::Refused(error),
+                Err(error) => Said::Undecided(error.to_string()),
+            },
+            Err(error) if is_refusal(&error) => Said::Refused(error),
+            // Found closed before anything was written.
+            Err(error) if is_closed(&error) => Said::NotSent(error.to_string()),
+            Err(error) => Said::Undecided(error.to_string()),
+        };
+        let Outgoing { queue, original, .. } = *copy;
+        (self, Answer { asked: Asked { number, queue, id, original }, said })
+    }
+
+    /// Takes an answer. True if it is the first that is to be judged.
+    fn hear(&self, answer: Answer) -> bool {
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+        let answers = &mut self.hearing().answers;
+        answers.push(answer);
+        answers.len() == 1
+    }
+
+    /// What becomes of the copies, by all answers that have come.
+    fn judge(&self) -> Vec<(Asked, Landed)> {
+        let hearing = &mut *self.hearing();
+        let answers = mem::take(&mut hearing.answers);
+        let landed = hearing.judge.hear(answers, self.0.in_flight.load(Ordering::Relaxed));
+        if hearing.judge.spoiled {
+            self.0.spoiled.store(true, Ordering::Relaxed);
+        }
+        landed
+    }
+
+    fn hearing(&self) -> MutexGuard<'_, Hearing> {
+        self.0.hearing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-async fn carry(channel: Channel, mut orders: mpsc::UnboundedReceiver<Order>) {
+impl fmt::Debug for Pipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pipe").field("channel", &self.0.channel.id()).finish_non_exhaustive()
+    }
+}
+
+/// The way to the task that publishes on all channels of a connection. It ends when nobody has the
+/// connection any more.
+#[derive(Debug)]
+pub(super) struct Carrier(mpsc::UnboundedSender<Order>);
+
+/// A copy to publish, and who hears of it.
+pub(super) struct Order {
+    pub(super) pipe: Pipe,
+    pub(super) copy: Box<Outgoing>,
+    pub(super) answered: Answered,
+    /// Without a confirm until then it is undecided, unless the broker blocks publishers.
+    pub(super) timeout: Duration,
+    /// Dropping the last handle of a connection closes it.
+    pub(super) session: Arc<Session>,
+}
+
+/// Tells in any case: in the task that publishes.
+struct Tell {
+    answered: Option<Answered>,
+    timeout: Duration,
+    session: Arc<Session>,
+}
+
+impl Tell {
+    fn tell(&mut self, answer: Confirmed) {
+        if let Some(answered) = self.answered.take() {
+            answered(Some(answer));
+        }
+    }
+}
+
+impl Drop for Tell {
+    fn drop(&mut self) {
+        self.tell(undecided(self.session.number));
+    }
+}
+
+/// The task has ended.
+pub(super) fn undecided(connection: u64) -> Confirmed {
+    Confirmed::Undecided(connection, "the runtime shuts down".to_owned())
+}
+
+pub(super) fn not_sent(queue: &str, why: impl fmt::Display) -> Confirmed {
+    let text = format!("publishing to {queue:?}: {why}");
+    Confirmed::NotSent(Error::new(ErrorKind::Connection, text))
+}
+
+impl Carrier {
+    pub(super) fn start(connection: &Connection) -> Self {
+        // No more are in it than all consumers together have slots for hand-offs.
+        let (orders, taken) = mpsc::unbounded_channel();
+        tokio::spawn(carry(connection.status().clone(), taken));
+        Self(orders)
+    }
+
+    pub(super) fn works(&self) -> bool {
+        !self.0.is_closed()
+    }
+
+    /// Gives the order back if the task has ended.
+    pub(super) fn publish(&self, order: Order) -> Result<(), Order> {
+        self.0.send(order).map_err(|back| back.0)
+    }
+}
+
+async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver<Order>) {
     let mut in_flight = FuturesUnordered::new();
-    let mut judge = Judge::default();
-    let mut takes_more = true;
-    while takes_more || !in_flight.is_empty() {
+    let (mut waiting, mut takes_more) = (Waiting::default(), true);
+    let mut look = pin!(sleep(LOOK));
+    while takes_more || !waiting.is_empty() {
         tokio::select! {
             biased;
             order = orders.recv(), if takes_more => match order {
-                Some(order) => in_flight.push(publish(&channel, order)),
+                Some(Order { pipe, copy, answered, timeout, session }) => {
+                    let until = Instant::now() + timeout;
+                    if until < look.deadline() {
+                        look.as_mut().reset(until);
+                    }
+                    let tell = Tell { answered: Some(answered), timeout, session };
+                    pipe.0.in_flight.fetch_add(1, Ordering::Relaxed);
+                    in_flight.push(pipe.publish(waiting.add(until, tell), copy));
+                }
                 None => takes_more = false,
             },
             Some(first) = in_flight.next() => {
                 let mut answers = vec![first];
                 take_all_ready(&mut in_flight, &mut answers);
-                judge.hear(answers, in_flight.len());
-                if judge.spoiled {
-                    orders.close();
+                let hear = |(pipe, answer): (Pipe, Answer)| pipe.hear(answer).then_some(pipe);
+                let heard: Vec<Pipe> = answers.into_iter().filter_map(hear).collect();
+                for (asked, landed) in heard.iter().flat_map(Pipe::judge) {
+                    // Nobody waits any more if it took too long.
+                    if let Some(mut tell) = waiting.take(asked.number) {
+                        tell.tell(confirmed(landed, tell.session.number, &asked.queue));
+                    }
                 }
             }
-            () = tokio::time::sleep(LOOK), if !takes_more => {
-                if orders.sender_strong_count() == 0 {
-                    return;
+            () = &mut look => {
+                // Sent as an alarm began, they are answered when it is over. Until then there is no
+                // other way to publish.
+                let (now, blocked) = (Instant::now(), connection.blocked());
+                for mut tell in waiting.overdue(now, |tell| blocked.then_some(now + tell.timeout)) {
+                    let why = format!("no confirm within {:?}", tell.timeout);
+                    tell.tell(Confirmed::Undecided(tell.session.number, why));
                 }
+                let later = now + LOOK;
+                look.as_mut().reset(waiting.until().map_or(later, |until| until.min(later)));
             }
         }
+    }
+}
+
+fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
+    let what = || format!("publishing to {queue:?}");
+    match landed {
+        Landed::Confirmed => Confirmed::Yes,
+        Landed::Returned(why) => Confirmed::Returned(why),
+        Landed::Nacked => Confirmed::Nacked,
+        Landed::NotSent(why) => not_sent(queue, why),
+        Landed::Refused { alone: true, error } => Confirmed::NotSent(refused(&error, &what())),
+        Landed::Refused { alone: false, error } => {
+            Confirmed::Crowded(refused(&error, &what()).to_string())
+        }
+        Landed::Undecided(why) => Confirmed::Undecided(connection, why),
+    }
+}
+
+/// Those who wait for an answer, by number, and until when.
+struct Waiting<T> {
+    next: u64,
+    tells: HashMap<u64, (Instant, T)>,
+}
+
+impl<T> Default for Waiting<T> {
+    fn default() -> Self {
+        Self { next: 0, tells: HashMap::new() }
+    }
+}
+
+impl<T> Waiting<T> {
+    /// The number to ask for it by.
+    fn add(&mut self, until: Instant, tell: T) -> u64 {
+        self.next += 1;
+        self.tells.insert(self.next, (until, tell));
+        self.next
+    }
+
+    fn take(&mut self, number: u64) -> Option<T> {
+        self.tells.remove(&number).map(|(_, tell)| tell)
+    }
+
+    /// Those who have waited for long enough, and are not to wait until later.
+    fn overdue(&mut self, now: Instant, later: impl Fn(&T) -> Option<Instant>) -> Vec<T> {
+        let late = self.tells.extract_if(|_, (until, tell)| {
+            let later = if *until <= now { later(tell) } else { Some(*until) };
+            *until = later.unwrap_or(*until);
+            later.is_none()
+        });
+        late.map(|(_, (_, tell))| tell).collect()
+    }
+
+    fn until(&self) -> Option<Instant> {
+        self.tells.values().map(|(until, _)| *until).min()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.tells.is_empty()
     }
 }
 
@@ -133,36 +322,28 @@ impl Wake for Again {
     }
 }
 
-async fn publish(channel: &Channel, Order { mut copy, tell }: Order) -> Answer {
-    let id = copy.properties.message_id().clone();
-    let options = BasicPublishOptions { mandatory: true, ..Default::default() };
-    let (to, body) = (copy.queue.as_str().into(), &copy.original.body);
-    // Taken here, not held beside: all this is kept of each copy in flight.
-    let publishing =
-        channel.basic_publish("".into(), to, options, body, mem::take(&mut copy.properties));
-    let said = match publishing.await {
-        Ok(confirm) => match confirm.await {
-            Ok(Confirmation::Ack(returned)) => Said::Ack(returned.map(Stray::from)),
-            Ok(Confirmation::Nack(returned)) => Said::Nack(returned.map(Stray::from)),
-            Ok(Confirmation::NotRequested) => {
-                Said::Undecided("the channel was not in confirm mode".to_owned())
-            }
-            Err(error) if is_refusal(&error) => Said::Refused(error),
-            Err(error) => Said::Undecided(error.to_string()),
-        },
-        Err(error) if is_refusal(&error) => Said::Refused(error),
-        // Found closed before anything was written.
-        Err(error) if is_closed(&error) => Said::NotSent(error.to_string()),
-        Err(error) => Said::Undecided(error.to_string()),
-    };
-    let Outgoing { queue, original, .. } = *copy;
-    Answer { asked: Asked { queue, id, original, tell }, said }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use futures_util::FutureExt;
+
+    #[test]
+    fn each_is_taken_once_by_its_number_or_when_it_is_late() {
+        let start = Instant::now();
+        let at = |second| start + Duration::from_secs(second);
+        let mut waiting = Waiting::default();
+        let numbers = [3, 1, 2, 4].map(|second| waiting.add(at(second), second));
+        assert_eq!(waiting.until(), Some(at(1)));
+        assert_eq!(waiting.take(numbers[1]), Some(1));
+        assert_eq!(waiting.take(numbers[1]), None);
+        assert_eq!(waiting.until(), Some(at(2)));
+        assert_eq!(waiting.overdue(at(3), |second| (*second == 3).then_some(at(5))), [2]);
+        assert_eq!((waiting.take(numbers[2]), waiting.until()), (None, Some(at(4))));
+        let mut late = waiting.overdue(at(5), |_| None);
+        late.sort_unstable();
+        assert_eq!(late, [3, 4]);
+        assert!(waiting.is_empty());
+    }
 
     #[test]
     fn all_that_have_come_are_taken_whatever_else_is_polled_between() {

@@ -1,14 +1,11 @@
 //! Keeps the headers within one frame. A larger header frame kills the connection, and the job
 //! that made it would come back and kill the next one.
 
-use std::{
-    borrow::Cow,
-    collections::{BTreeMap, HashSet},
-};
+use std::{borrow::Cow, collections::HashSet};
 
 use lapin::{
     BasicProperties,
-    types::{FieldTable, ShortString},
+    types::{AMQPValue, FieldTable, ShortString},
 };
 
 use super::{
@@ -24,6 +21,9 @@ const OURS_BYTES: usize = 16 * 1024;
 const RESERVE: usize = 4 * 1024;
 /// How long the list of dropped headers may be, in bytes.
 const DROPPED_BYTES: usize = 1024;
+
+/// One of the headers that somebody else wrote.
+type Header<'a> = (&'a ShortString, &'a AMQPValue);
 
 /// How large the headers table may be beside these properties.
 pub(super) fn room(frame_max: u32, properties: &BasicProperties) -> usize {
@@ -51,7 +51,7 @@ pub(super) fn room(frame_max: u32, properties: &BasicProperties) -> usize {
 /// foreign ones go, the largest first, and are listed with their sizes.
 pub(super) fn fit_buried(
     work_queue: &str,
-    foreign: FieldTable,
+    mut foreign: Vec<Header<'_>>,
     mut story: Story,
     reason: BuriedReason,
     room: usize,
@@ -66,14 +66,13 @@ pub(super) fn fit_buried(
     let ours_len = ours(work_queue, &shortest).1 + list_len;
     let dropped = largest(&foreign, &story, room.saturating_sub(ours_len));
     let gone: HashSet<&str> = dropped.iter().map(|(_, name)| name.as_str()).collect();
-    let kept = foreign.inner().iter().filter(|(name, _)| !gone.contains(name.as_str()));
-    let kept: BTreeMap<_, _> = kept.map(|(name, value)| (name.clone(), value.clone())).collect();
+    foreign.retain(|(name, _)| !gone.contains(name.as_str()));
     story.drop_kept(|name| gone.contains(name));
     if let Some(burial) = &mut story.buried {
         burial.reason = BuriedReason::TooLarge;
         burial.dropped = Some(list(&dropped));
     }
-    let headers = fit(work_queue, &kept.into(), &story, room).unwrap_or_else(|_| {
+    let headers = fit(work_queue, &foreign, &story, room).unwrap_or_else(|_| {
         // Ours alone do not fit only where the frame is absurdly small.
         let mut bare = FieldTable::default();
         bare.insert(RETRY_QUEUE.into(), string(work_queue));
@@ -87,19 +86,20 @@ pub(super) fn fit_buried(
 /// is the shortest story, which does not fit either.
 pub(super) fn fit(
     work_queue: &str,
-    foreign: &FieldTable,
+    foreign: &[Header<'_>],
     story: &Story,
     room: usize,
 ) -> Result<FieldTable, Box<Story>> {
     let mut story = Cow::Borrowed(story);
-    let foreign_len = table_len(foreign) + kept_len(&story);
+    let theirs = foreign.iter().map(|(name, value)| entry_len(name.as_str(), value));
+    let foreign_len = 4 + theirs.sum::<usize>() + kept_len(&story);
     let mut step = 0;
     loop {
         let (mut headers, ours_len) = ours(work_queue, &story);
         if ours_len <= OURS_BYTES && foreign_len + ours_len <= room {
             // Nothing of ours is among them.
-            for (name, value) in foreign.inner() {
-                headers.insert(name.clone(), value.clone());
+            for (name, value) in foreign {
+                headers.insert(ShortString::clone(name), AMQPValue::clone(value));
             }
             return Ok(headers);
         }
@@ -123,8 +123,8 @@ fn kept_len(story: &Story) -> usize {
 }
 
 /// The largest of what others wrote: all that must go for the rest to fit.
-fn largest(foreign: &FieldTable, story: &Story, room: usize) -> Vec<(usize, String)> {
-    let foreign = foreign.inner().iter().map(|(name, value)| (name.as_str(), value));
+fn largest(foreign: &[Header<'_>], story: &Story, room: usize) -> Vec<(usize, String)> {
+    let foreign = foreign.iter().map(|(name, value)| (name.as_str(), *value));
     let mut by_size: Vec<_> =
         foreign.chain(story.kept()).map(|(name, value)| (entry_len(name, value), name)).collect();
     by_size.sort_unstable();
@@ -163,7 +163,6 @@ mod tests {
         story::HISTORY_ENTRIES,
         tests::{COPIER, bulky_headers, failure, header_frame_len, message, second, with_headers},
     };
-    use lapin::types::AMQPValue;
     use proptest::prelude::*;
     use std::{sync::Arc, time::Instant};
 
@@ -197,7 +196,7 @@ mod tests {
         let mut story = Story::read(message, "orders");
         let error = "no route to host, ".repeat(100);
         for _ in 0..HISTORY_ENTRIES {
-            story.charge(&failure(&error));
+            story.charge(failure(&error));
         }
         story.remember(message, second(0));
         story
@@ -249,7 +248,7 @@ mod tests {
     fn ours_are_bounded_also_where_the_frame_has_room() {
         let message = with_headers([("big", bytes(10))]);
         let mut story = full_story(&message);
-        story.history = vec![bytes(4_000); HISTORY_ENTRIES];
+        story.history = (0..HISTORY_ENTRIES).map(|_| Arc::new(bytes(4_000))).collect();
         let headers = retried(&message, &story).unwrap();
         assert!(headers.contains_key("retry-history"));
         assert!(ours_bytes(&headers, &story) <= OURS_BYTES);

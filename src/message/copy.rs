@@ -4,7 +4,7 @@ use std::{sync::Arc, time::SystemTime};
 
 use lapin::{
     BasicProperties,
-    types::{FieldTable, ShortString},
+    types::{AMQPValue, ShortString},
 };
 
 use super::{
@@ -48,7 +48,7 @@ impl Copier<'_> {
         if let Some(delay_ms) = delay_ms {
             properties = properties.with_expiration(delay_ms.to_string().into());
         }
-        Ok(Outgoing { queue: queue.to_owned(), properties, original: Arc::clone(message) })
+        Ok(Outgoing { queue: queue.into(), properties, original: Arc::clone(message) })
     }
 
     /// The copy for the buried queue, and the reason on it. It always fits: what does not is left
@@ -72,7 +72,7 @@ impl Copier<'_> {
             room,
         );
         let properties = properties.with_headers(headers);
-        let copy = Outgoing { queue: queue.to_owned(), properties, original: Arc::clone(message) };
+        let copy = Outgoing { queue: queue.into(), properties, original: Arc::clone(message) };
         (copy, reason)
     }
 
@@ -126,15 +126,10 @@ impl Copier<'_> {
 }
 
 /// What the job came with beside ours and the broker's own.
-fn foreign_headers(properties: &BasicProperties) -> FieldTable {
-    let mut foreign = FieldTable::default();
+fn foreign_headers(properties: &BasicProperties) -> Vec<(&ShortString, &AMQPValue)> {
     let headers = properties.headers().iter().flat_map(|headers| headers.inner());
-    for (key, value) in headers {
-        if !OURS.contains(&key.as_str()) && !is_the_brokers(key.as_str()) {
-            foreign.insert(key.clone(), value.clone());
-        }
-    }
-    foreign
+    let is_foreign = |name: &str| !OURS.contains(&name) && !is_the_brokers(name);
+    headers.filter(|(name, _)| is_foreign(name.as_str())).collect()
 }
 
 #[cfg(test)]
@@ -147,7 +142,7 @@ mod tests {
             table, with_headers,
         },
     };
-    use lapin::types::{AMQPValue, FieldArray};
+    use lapin::types::{FieldArray, FieldTable};
     use proptest::prelude::*;
 
     fn retry(properties: BasicProperties) -> BasicProperties {
@@ -275,7 +270,7 @@ mod tests {
     #[test]
     fn carbon_copies_are_told_of_and_not_sent_again() {
         let names =
-            |names: &[&str]| FieldArray::from(names.iter().map(|n| string(n)).collect::<Vec<_>>());
+            |names: &[&str]| FieldArray::from(names.iter().map(|n| string(*n)).collect::<Vec<_>>());
         let message = with_headers([
             ("CC", AMQPValue::FieldArray(names(&["audit", "billing"]))),
             // Not what it must be, but not ours to judge.

@@ -1,6 +1,6 @@
 //! Header names, and the reading of values that anybody may have written.
 
-use std::time::SystemTime;
+use std::{borrow::Cow, time::SystemTime};
 
 use lapin::types::{AMQPValue, FieldArray, FieldTable};
 
@@ -120,8 +120,8 @@ pub(super) fn long(n: u32) -> AMQPValue {
 }
 
 /// Always a long string: the broker closes the connection at a short one.
-pub(super) fn string(s: &str) -> AMQPValue {
-    AMQPValue::LongString(s.into())
+pub(super) fn string(s: impl Into<String>) -> AMQPValue {
+    AMQPValue::LongString(s.into().into())
 }
 
 /// RFC 3339 with milliseconds, in UTC. Instants that it cannot write are cut to those it can.
@@ -132,16 +132,17 @@ pub(super) fn rfc3339(at: SystemTime) -> String {
 }
 
 /// At most `bytes` of `text`, cut between characters, with an ellipsis where something is missing.
-pub(crate) fn cut(text: &str, bytes: usize) -> String {
+pub(crate) fn cut<'a>(text: impl Into<Cow<'a, str>>, bytes: usize) -> Cow<'a, str> {
     const ELLIPSIS: &str = "…";
+    let text = text.into();
     if text.len() <= bytes {
-        return text.to_owned();
+        return text;
     }
     let mut end = bytes.saturating_sub(ELLIPSIS.len());
     while !text.is_char_boundary(end) {
         end -= 1;
     }
-    format!("{}{}", &text[..end], if bytes >= ELLIPSIS.len() { ELLIPSIS } else { "" })
+    format!("{}{}", &text[..end], if bytes >= ELLIPSIS.len() { ELLIPSIS } else { "" }).into()
 }
 
 /// The bytes that a table takes on the wire, its length prefix included.

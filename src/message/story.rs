@@ -3,7 +3,10 @@
 #[cfg(test)]
 mod tests;
 
-use std::time::{Duration, SystemTime};
+use std::{
+    sync::Arc,
+    time::{Duration, SystemTime},
+};
 
 use lapin::{
     BasicProperties,
@@ -40,8 +43,10 @@ pub(crate) struct Story {
     pub(crate) not_before: Option<SystemTime>,
     pub(super) error: Option<String>,
     pub(super) error_kind: Option<String>,
-    /// Oldest first.
-    pub(super) history: Vec<AMQPValue>,
+    /// As it came, oldest first.
+    pub(super) history: Vec<Arc<AMQPValue>>,
+    /// The attempt that comes after, and is told of last.
+    pub(super) latest: Option<Latest>,
     pub(super) original_exchange: Option<String>,
     pub(super) original_routing_key: Option<String>,
     pub(super) original_cc: Option<AMQPValue>,
@@ -52,6 +57,13 @@ pub(crate) struct Story {
     exhumed: bool,
     /// Headers of ours whose value makes no sense. Judged only when a failure needs them.
     pub(super) odd: Vec<(&'static str, AMQPValue)>,
+}
+
+/// What the history says of the last failure, beside what the story tells of it anyway.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Latest {
+    level: String,
+    worker: String,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -75,6 +87,13 @@ pub(crate) struct Failure<'a> {
 }
 
 impl Story {
+    /// What [`read`](Self::read) finds, if it finds anything.
+    pub(crate) fn if_any(message: &Message, work_queue: &str) -> Option<Self> {
+        let headers = message.properties.headers().as_ref()?.inner();
+        let any = [RETRY_QUEUE, RETRY_COUNT].iter().any(|name| headers.contains_key(*name));
+        any.then(|| Self::read(message, work_queue))
+    }
+
     /// Reads a delivery of `work_queue`. Ours are believed only beside a `retry-queue` that names
     /// this very queue; otherwise they are another queue's or another system's.
     pub(crate) fn read(message: &Message, work_queue: &str) -> Self {
@@ -126,15 +145,20 @@ impl Story {
             original_routing_key: origin(RETRY_ORIGINAL_ROUTING_KEY),
             // What follows is for people and decides nothing, so it is taken as it comes.
             last_failed_at: named(RETRY_LAST_FAILED_AT).and_then(instant),
-            level: named(RETRY_LEVEL).and_then(text).map(|level| cut(&level, 64)),
+            level: named(RETRY_LEVEL).and_then(text).map(|level| cut(level, 64).into_owned()),
             due_at: None,
-            error: named(RETRY_ERROR).and_then(text).map(|error| cut(&error, ERROR_BYTES)),
-            error_kind: named(RETRY_ERROR_KIND).and_then(text).map(|kind| cut(&kind, 64)),
+            error: named(RETRY_ERROR)
+                .and_then(text)
+                .map(|error| cut(error, ERROR_BYTES).into_owned()),
+            error_kind: named(RETRY_ERROR_KIND)
+                .and_then(text)
+                .map(|kind| cut(kind, 64).into_owned()),
             history: named(RETRY_HISTORY).map(told).unwrap_or_default(),
+            latest: None,
             original_cc: named(RETRY_ORIGINAL_CC).cloned(),
             original_user_id: named(RETRY_ORIGINAL_USER_ID)
                 .and_then(text)
-                .map(|user| cut(&user, 255)),
+                .map(|user| cut(user, 255).into_owned()),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
             exhumed: false,
@@ -167,13 +191,13 @@ impl Story {
     }
 
     /// Charges a failure to the job.
-    pub(crate) fn charge(&mut self, failure: &Failure<'_>) {
+    pub(crate) fn charge(&mut self, failure: Failure<'_>) {
         self.retry_count = self.retry_count.saturating_add(1);
         self.note(failure);
     }
 
     /// Counts one more time in a row that the job was busy. How many that are now.
-    pub(crate) fn note_busy(&mut self, failure: &Failure<'_>) -> u32 {
+    pub(crate) fn note_busy(&mut self, failure: Failure<'_>) -> u32 {
         let in_a_row = self.busy_count.saturating_add(1);
         self.note(failure);
         self.busy_count = in_a_row;
@@ -193,26 +217,44 @@ impl Story {
     }
 
     /// Notes a failure that is charged to nobody.
-    pub(crate) fn note(&mut self, failure: &Failure<'_>) {
+    pub(crate) fn note(&mut self, failure: Failure<'_>) {
+        if let Some(before) = self.latest.take() {
+            self.history.push(Arc::new(self.entry(&before)));
+            let surplus = self.history.len().saturating_sub(HISTORY_ENTRIES);
+            self.history.drain(..surplus);
+        }
         self.first_failed_at.get_or_insert(failure.at);
         self.last_failed_at = Some(failure.at);
-        self.error = Some(cut(failure.error, ERROR_BYTES));
+        self.error = Some(cut(failure.error, ERROR_BYTES).into_owned());
         self.error_kind = Some(failure.kind.as_str().to_owned());
         self.busy_count = 0;
+        let worker = cut(failure.worker, WORKER_BYTES).into_owned();
+        self.latest = Some(Latest { level: failure.level, worker });
+    }
 
+    /// The last attempts, as they are written.
+    fn told_history(&self) -> Option<AMQPValue> {
+        let latest = self.latest.as_ref().map(|latest| self.entry(latest));
+        let most = HISTORY_ENTRIES - usize::from(latest.is_some());
+        let before = &self.history[self.history.len().saturating_sub(most)..];
+        let before = before.iter().map(|entry| AMQPValue::clone(entry));
+        let entries: Vec<_> = before.chain(latest).collect();
+        (!entries.is_empty()).then(|| AMQPValue::FieldArray(entries.into()))
+    }
+
+    fn entry(&self, latest: &Latest) -> AMQPValue {
+        let error = cut(self.error.as_deref().unwrap_or_default(), HISTORY_ERROR_BYTES);
         let mut entry = FieldTable::default();
         for (key, value) in [
-            ("at", rfc3339(failure.at).as_str()),
-            ("kind", failure.kind.as_str()),
-            ("error", cut(failure.error, HISTORY_ERROR_BYTES).as_str()),
-            ("level", failure.level.as_str()),
-            ("worker", cut(failure.worker, WORKER_BYTES).as_str()),
+            ("at", string(rfc3339(self.last_failed_at.unwrap_or(SystemTime::UNIX_EPOCH)))),
+            ("kind", string(self.error_kind.as_deref().unwrap_or_default())),
+            ("error", string(&*error)),
+            ("level", string(latest.level.as_str())),
+            ("worker", string(latest.worker.as_str())),
         ] {
-            entry.insert(key.into(), string(value));
+            entry.insert(key.into(), value);
         }
-        self.history.push(AMQPValue::FieldTable(entry));
-        let surplus = self.history.len().saturating_sub(HISTORY_ENTRIES);
-        self.history.drain(..surplus);
+        AMQPValue::FieldTable(entry)
     }
 
     /// Remembers what only the first delivery tells: where the job was published to, and what the
@@ -281,8 +323,8 @@ impl Story {
     }
 
     /// As `2/7 30s`.
-    pub(crate) fn set_level(&mut self, label: &str) {
-        self.level = Some(label.to_owned());
+    pub(crate) fn set_level(&mut self, label: String) {
+        self.level = Some(label);
     }
 
     /// It did not get any further.
@@ -292,7 +334,8 @@ impl Story {
 
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
         self.due_at = None;
-        self.buried = Some(Burial { reason, at, by: cut(by, WORKER_BYTES), dropped: None });
+        self.buried =
+            Some(Burial { reason, at, by: cut(by, WORKER_BYTES).into_owned(), dropped: None });
     }
 
     /// Whether a header of ours that decides something makes no sense.
@@ -331,7 +374,7 @@ impl Story {
             }
         };
         let counted = |n: u32| (n > 0).then(|| long(n));
-        let time = |at: Option<SystemTime>| at.map(|at| string(&rfc3339(at)));
+        let time = |at: Option<SystemTime>| at.map(|at| string(rfc3339(at)));
         let words = |text: &Option<String>| text.as_deref().map(string);
 
         set(RETRY_QUEUE, Some(string(work_queue)));
@@ -347,8 +390,7 @@ impl Story {
         set(RETRY_NOT_BEFORE, time(self.not_before));
         set(RETRY_ERROR, words(&self.error));
         set(RETRY_ERROR_KIND, words(&self.error_kind));
-        let history = (!self.history.is_empty()).then(|| FieldArray::from(self.history.clone()));
-        set(RETRY_HISTORY, history.map(AMQPValue::FieldArray));
+        set(RETRY_HISTORY, self.told_history());
         set(RETRY_ORIGINAL_EXCHANGE, words(&self.original_exchange));
         set(RETRY_ORIGINAL_ROUTING_KEY, words(&self.original_routing_key));
         set(RETRY_ORIGINAL_CC, self.original_cc.clone());
@@ -373,9 +415,14 @@ pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
         story.history.remove(0);
         return true;
     }
+    if story.latest.take().is_some() {
+        return true;
+    }
     *step += 1;
     match step {
-        1 => story.error = story.error.take().map(|error| cut(&error, SHORT_ERROR_BYTES)),
+        1 => {
+            story.error = story.error.take().map(|error| cut(error, SHORT_ERROR_BYTES).into_owned())
+        }
         2 => story.error = None,
         3 => {
             story.original_user_id = None;
@@ -388,12 +435,10 @@ pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
 }
 
 /// A history that somebody else may have written: entries that are no tables are left out.
-fn told(value: &AMQPValue) -> Vec<AMQPValue> {
+fn told(value: &AMQPValue) -> Vec<Arc<AMQPValue>> {
     let AMQPValue::FieldArray(entries) = value else { return Vec::new() };
     let entries = entries.as_slice();
-    entries[entries.len().saturating_sub(HISTORY_ENTRIES)..]
-        .iter()
-        .filter(|entry| matches!(entry, AMQPValue::FieldTable(_)))
-        .cloned()
-        .collect()
+    let entries = entries[entries.len().saturating_sub(HISTORY_ENTRIES)..].iter();
+    let tables = entries.filter(|entry| matches!(entry, AMQPValue::FieldTable(_)));
+    tables.cloned().map(Arc::new).collect()
 }

@@ -65,10 +65,10 @@ pub(super) fn failure(error: &str) -> Failure<'_> {
 /// What becomes of a delivery that fails: the headers of the copy, and what it was read as.
 pub(super) fn failed_once(message: &Arc<Message>) -> (FieldTable, Story) {
     let mut story = Story::read(message, "orders");
-    story.charge(&failure("no route to host"));
+    story.charge(failure("no route to host"));
     story.remember(message, second(60));
     let mut told = story.clone();
-    told.set_level("1/7 15s");
+    told.set_level("1/7 15s".to_owned());
     told.go_to(second(70));
     let copy = COPIER
         .onward(message, "id", &mut told.clone(), "orders.retry.00015s", Some(15_000))
@@ -78,7 +78,7 @@ pub(super) fn failed_once(message: &Arc<Message>) -> (FieldTable, Story) {
 
 pub(super) fn buried(message: &Arc<Message>, reason: BuriedReason) -> FieldTable {
     let mut story = Story::read(message, "orders");
-    story.charge(&failure("no route to host"));
+    story.charge(failure("no route to host"));
     story.remember(message, second(60));
     let what = (reason, second(61), "host:1");
     let (copy, _) = COPIER.burial(message, "id", story, "orders.buried", what);
@@ -158,7 +158,7 @@ pub(crate) fn bulky_headers() -> impl Strategy<Value = FieldTable> {
     let fields = proptest::collection::vec(("[a-z]{1,30}", sizes), 0..25);
     (headers(), fields).prop_map(|(mut table, fields)| {
         for (name, size) in fields {
-            table.insert(format!("big-{name}").into(), string(&"x".repeat(size)));
+            table.insert(format!("big-{name}").into(), string("x".repeat(size)));
         }
         table
     })

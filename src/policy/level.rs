@@ -61,8 +61,8 @@ pub(super) fn to_ms(delay: Duration) -> u64 {
 }
 
 /// A delay as people write it: `30s`, `16m`, `1m 30s`, `1s 500ms`.
-pub(crate) fn label(ms: u64) -> String {
-    humantime::format_duration(Duration::from_millis(ms)).to_string()
+pub(crate) fn label(ms: u64) -> humantime::FormattedDuration {
+    humantime::format_duration(Duration::from_millis(ms))
 }
 
 pub(super) fn exponential_runs(

@@ -1,9 +1,6 @@
 //! The text of an error, for headers, events and logs.
 
-use std::{
-    fmt::Write as _,
-    panic::{AssertUnwindSafe, catch_unwind},
-};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::message::cut;
 
@@ -20,21 +17,21 @@ pub(crate) fn chain(error: &anyhow::Error) -> String {
 }
 
 fn written(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    let mut last = String::new();
-    for layer in error.chain() {
-        let said = layer.to_string();
-        if said != last {
-            let colon = if text.is_empty() { "" } else { ": " };
-            // Writing to a String cannot fail.
-            let _ = write!(text, "{colon}{said}");
-            last = said;
-        }
+    let mut text = error.to_string();
+    // Where what was said last begins.
+    let mut last = 0;
+    for layer in error.chain().skip(1) {
         if text.len() > ERROR_TEXT {
             break;
         }
+        let said = layer.to_string();
+        if said != text[last..] {
+            let colon = if text.is_empty() { "" } else { ": " };
+            last = text.len() + colon.len();
+            text.extend([colon, &said]);
+        }
     }
-    cut(&text, ERROR_TEXT)
+    cut(text, ERROR_TEXT).into_owned()
 }
 
 #[cfg(test)]

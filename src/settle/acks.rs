@@ -15,6 +15,7 @@ use tokio::{
 use super::{
     Engine,
     ack_book::{AckBook, Entry},
+    suspects::InHand,
 };
 use crate::link::{Tag, Told};
 
@@ -39,7 +40,7 @@ struct State {
 }
 
 struct Finished {
-    tag: Arc<dyn Tag>,
+    tag: Arc<InHand>,
     told: Told,
 }
 
@@ -50,7 +51,7 @@ impl Acks {
     }
 
     /// To be asked for each delivery of the consumer, in their order, before it is answered.
-    pub(crate) fn enter(self: &Arc<Self>, tag: Arc<dyn Tag>) -> Arc<dyn Tag> {
+    pub(super) fn enter(self: &Arc<Self>, tag: Arc<InHand>) -> Arc<dyn Tag> {
         let entry = self.state().book.enter(tag.number());
         Arc::new(Entered { tag, entry, acks: Arc::clone(self) })
     }
@@ -128,7 +129,7 @@ impl Drop for Acking<'_> {
 /// A delivery that is acked with others.
 #[derive(Debug)]
 struct Entered {
-    tag: Arc<dyn Tag>,
+    tag: Arc<InHand>,
     entry: Entry,
     acks: Arc<Acks>,
 }

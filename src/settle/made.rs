@@ -12,6 +12,12 @@ impl Engine {
         declare(&*self.link, &self.rules().topology, self.settings.declare).await
     }
 
+    /// Whether a queue is known to be there, as far as can be told at once.
+    pub(super) fn is_made(&self, name: &str) -> bool {
+        !self.rules().topology.is_on_first_use(name)
+            || self.made.try_lock().is_ok_and(|made| made.contains(name))
+    }
+
     /// The ladder for busy jobs and the hold lanes are made when the first job needs one.
     pub(super) async fn make_on_first_use(&self, name: &str) -> Result<(), Error> {
         let rules = self.rules();

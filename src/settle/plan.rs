@@ -55,7 +55,6 @@ pub(super) enum To {
     /// Charged: on this level now.
     Level {
         level: u32,
-        label: String,
         lane: Lane,
     },
     /// Not charged: busy for so many times in a row.
@@ -84,16 +83,6 @@ pub(crate) enum Arrival {
     Move(Box<Move>),
 }
 
-/// What one try to send a job onward needs.
-pub(super) struct Onward {
-    pub(super) queue: String,
-    /// None for the work queue, which gives it out at once.
-    pub(super) delay_ms: Option<u64>,
-    /// What to say when it is confirmed.
-    pub(super) event: Event,
-    pub(super) settled: Settled,
-}
-
 impl Move {
     /// Of a job that was not run.
     fn unrun(job: &Job, now: SystemTime, to: To) -> Self {
@@ -116,53 +105,51 @@ impl Move {
         Self::unrun(job, now, To::WorkQueue)
     }
 
-    /// Onward from `now`, which the story then tells of; or the reason to bury it.
+    /// Onward from `now`, which the story then tells of: into a lane, or to the work queue, and when
+    /// it is due; or the reason to bury it.
     pub(super) fn onward(
         &mut self,
-        job: &Job,
-        work_queue: &str,
         now: SystemTime,
-    ) -> Result<Onward, BuriedReason> {
-        let (job, error, kind) = (job.clone(), self.error.clone(), self.kind);
-        let lane = match &self.to {
-            To::Buried(reason) => return Err(*reason),
-            To::WorkQueue | To::Alone => {
-                let crashes = job.story().crash_count;
-                let event = match &self.to {
-                    To::Alone => Event::Suspected { job, crashes },
-                    _ => Event::Returned { job, error },
-                };
-                return Ok(Onward {
-                    queue: work_queue.to_owned(),
-                    delay_ms: None,
-                    event,
-                    settled: Settled::Returned,
-                });
-            }
-            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => lane,
-        };
-        let delay = Duration::from_millis(lane.delay_ms);
-        let due = now + delay;
+    ) -> Result<(Option<Lane>, SystemTime), BuriedReason> {
+        if let To::Buried(reason) = self.to {
+            return Err(reason);
+        }
+        let Some(lane) = self.lane().cloned() else { return Ok((None, now)) };
+        let due = now + Duration::from_millis(lane.delay_ms);
         self.story.go_to(due);
-        let (event, settled) = match &self.to {
-            To::Level { level, label, .. } => {
-                self.story.set_level(label);
-                let level = *level;
-                (
-                    Event::Retried { job, level, delay, due, kind, error },
-                    Settled::Retried { level, due },
-                )
-            }
-            To::Busy { in_a_row, .. } => {
-                let why = Postponed::Busy { in_a_row: *in_a_row };
-                (Event::Postponed { job, delay, due, why }, Settled::Postponed { due })
-            }
-            _ => {
-                let why = Postponed::NotDue;
-                (Event::Postponed { job, delay, due, why }, Settled::Postponed { due })
-            }
+        Ok((Some(lane), due))
+    }
+
+    /// What to say of a job that is due then, or buried; and what became of it.
+    pub(super) fn said(self, job: Job, went: Result<SystemTime, BuriedReason>) -> (Event, Settled) {
+        let Self { to, kind, error, .. } = self;
+        let (due, to) = match (went, to) {
+            (Ok(due), to) => (due, to),
+            (Err(reason), _) => return (Event::Buried { job, reason, error }, Settled::Buried),
         };
-        Ok(Onward { queue: lane.queue.name.clone(), delay_ms: Some(lane.delay_ms), event, settled })
+        let delay = |lane: &Lane| Duration::from_millis(lane.delay_ms);
+        match to {
+            To::Level { level, lane } => {
+                let settled = Settled::Retried { level, due };
+                (Event::Retried { job, level, delay: delay(&lane), due, kind, error }, settled)
+            }
+            To::Busy { in_a_row, lane } => {
+                let why = Postponed::Busy { in_a_row };
+                let event = Event::Postponed { job, delay: delay(&lane), due, why };
+                (event, Settled::Postponed { due })
+            }
+            To::Hop { lane } => {
+                let why = Postponed::NotDue;
+                let event = Event::Postponed { job, delay: delay(&lane), due, why };
+                (event, Settled::Postponed { due })
+            }
+            To::WorkQueue => (Event::Returned { job, error }, Settled::Returned),
+            To::Alone => {
+                let crashes = job.story().crash_count;
+                (Event::Suspected { job, crashes }, Settled::Returned)
+            }
+            To::Buried(reason) => (Event::Buried { job, reason, error }, Settled::Buried),
+        }
     }
 }
 
@@ -221,7 +208,7 @@ impl Rules {
             let policy = self.policies.at(self.policies.of(job));
             let level = policy.level_label(job.story().retry_count);
             let (kind, error) = (to.kind, to.error.as_str());
-            to.story.note(&Failure { kind, error, at: now, level, worker });
+            to.story.note(Failure { kind, error, at: now, level, worker });
         }
         if lone_crashes >= self.crash_limit {
             to.to = To::Buried(BuriedReason::CrashLoop);
@@ -259,13 +246,13 @@ impl Rules {
         let mut in_a_row = 0;
         match decision {
             Decision::Done => return None,
-            Decision::Busy => in_a_row = story.note_busy(&failure),
+            Decision::Busy => in_a_row = story.note_busy(failure),
             Decision::Return
             | Decision::Bury(BuriedReason::Rejected | BuriedReason::Undecodable) => {
-                story.note(&failure);
+                story.note(failure);
             }
             Decision::Retry(_) | Decision::RetryAfter(..) | Decision::Bury(_) => {
-                story.charge(&failure);
+                story.charge(failure);
             }
         }
         story.remember(job.message(), now);
@@ -277,17 +264,19 @@ impl Rules {
             Decision::Busy => To::Busy { in_a_row, lane: self.busy(in_a_row) },
             Decision::Retry(level) => {
                 let lane = self.draw(index, policy.level_ms(level).unwrap_or_default());
-                To::Level { level, label: policy.level_label(level), lane }
+                To::Level { level, lane }
             }
             Decision::RetryAfter(level, delay) => {
-                let label = policy.level_label(level);
                 match self.wait_from(index, delay, now, &mut story) {
-                    Some(lane) => To::Level { level, label, lane },
+                    Some(lane) => To::Level { level, lane },
                     None => To::Buried(BuriedReason::InvalidHeaders),
                 }
             }
         };
         let to = self.in_time(to, &story, job, policy.age_limit(), now);
+        if let To::Level { level, .. } = to {
+            story.set_level(policy.level_label(level));
+        }
         Some(Move { story, to, kind, error })
     }
 

@@ -31,6 +31,19 @@ pub(super) struct Trouble<'a> {
     tried_in: Epoch,
 }
 
+/// When a hand-off began.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Begun {
+    at: Instant,
+    epoch: Epoch,
+}
+
+impl Begun {
+    pub(super) fn now(engine: &Engine) -> Self {
+        Self { at: Instant::now(), epoch: engine.epoch() }
+    }
+}
+
 pub(super) enum Next {
     Try,
     GiveBack,
@@ -39,16 +52,16 @@ pub(super) enum Next {
 
 impl<'a> Trouble<'a> {
     /// One that is `owed` failed for long before.
-    pub(super) fn new(engine: &'a Engine, job: &Job, owed: bool) -> Self {
-        let (now, settings) = (Instant::now(), &engine.settings);
+    pub(super) fn new(engine: &'a Engine, job: &Job, owed: bool, begun: Begun) -> Self {
+        let settings = &engine.settings;
         let bound = if owed { Duration::ZERO } else { settings.hand_off_bound };
         Self {
             engine,
-            stuck_from: now + bound,
+            stuck_from: begun.at + bound,
             held_until: job.received() + settings.hold,
             backoff: HandOff::backoff(),
             stuck: None,
-            tried_in: engine.epoch(),
+            tried_in: begun.epoch,
         }
     }
 
@@ -179,7 +192,7 @@ impl Engine {
 
     /// The channel of a job that is owed its hand-off died: when it comes again, it still is.
     pub(super) fn still_owed(&self, job: &Job, mut to: Box<Move>) {
-        let queue = Some(self.copy(job, &mut to).0.queue);
+        let queue = Some(self.copy(job, &mut to).1.queue.to_string());
         let message = Key::as_delivered(job);
         self.debts().add(Debt { message, copied: false, to, queue });
     }
@@ -189,8 +202,7 @@ impl Engine {
         &self,
         job: &Job,
         tag: &dyn Tag,
-        to: Box<Move>,
-        (queue, why): (String, &str),
+        (to, queue, why): (Box<Move>, String, &str),
     ) -> Settled {
         self.pacing(|pacing| pacing.owe(true, Instant::now()));
         self.still_stuck(&queue, why);
@@ -212,10 +224,9 @@ impl Engine {
 
     /// Alone, so that no other copy leaves it undecided.
     async fn copy_back(&self, job: &Job) -> bool {
-        let (copy, _, settled) = self.copy(job, &mut Move::return_unrun(job, self.now()));
-        let slot = self.handoff.slot().await;
-        settled == Settled::Returned
-            && matches!(self.handoff.publish(copy, slot, true).await, Confirmed::Yes)
+        let (copy, said) = self.copy(job, &mut Move::return_unrun(job, self.now()));
+        let Some(slot) = self.handoff.slot().await else { return false };
+        said.went.is_ok() && matches!(self.handoff.publish(copy, slot, true).await, Confirmed::Yes)
     }
 
     /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the

@@ -11,10 +11,10 @@ use std::sync::{
 use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 
-use super::{Acks, Engine, Move, Settled, key::Key};
+use super::{Acks, Engine, Move, key::Key};
 use crate::{
     Job,
-    link::{Incoming, Tag},
+    link::{Incoming, LapinTag, Tag},
     message::{Message, Story},
     pause::Pace,
     policy::{Interrupted, Suspects, Suspicion},
@@ -59,13 +59,13 @@ impl Hand {
 
 /// Counts a delivery as long as it lives.
 #[derive(Debug)]
-struct InHand {
-    tag: Arc<dyn Tag>,
+pub(super) struct InHand {
+    tag: LapinTag,
     hand: Arc<Hand>,
 }
 
 impl InHand {
-    fn new(tag: Arc<dyn Tag>, hand: &Arc<Hand>) -> Self {
+    fn new(tag: LapinTag, hand: &Arc<Hand>) -> Self {
         hand.deliveries.fetch_add(1, SeqCst);
         Self { tag, hand: Arc::clone(hand) }
     }
@@ -111,8 +111,8 @@ impl Engine {
         Incoming { message, tag }: Incoming,
         acks: Option<&Arc<Acks>>,
     ) -> Arrived {
-        let in_hand: Arc<dyn Tag> = Arc::new(InHand::new(tag, &self.custody.in_hand));
-        let tag = match acks {
+        let in_hand = Arc::new(InHand::new(tag, &self.custody.in_hand));
+        let tag: Arc<dyn Tag> = match acks {
             Some(acks) => acks.enter(in_hand),
             None => in_hand,
         };
@@ -120,8 +120,10 @@ impl Engine {
     }
 
     fn read(&self, message: Message) -> Job {
-        let mut story = Story::read(&message, &self.queue);
-        story.forgive(self.now());
+        let mut story = Story::if_any(&message, &self.queue);
+        if let Some(story) = &mut story {
+            story.forgive(self.now());
+        }
         Job::new(message, story)
     }
 
@@ -167,8 +169,7 @@ impl Engine {
             self.give_back(&job, &*tag).await;
             return;
         };
-        let engine = Arc::clone(self);
-        self.spawn(async move { engine.hand_off(None, &job, &*tag, to).await });
+        self.leaving(job, tag, to).go();
     }
 
     /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to
@@ -187,7 +188,7 @@ impl Engine {
         };
         let mut to = unrun.then(|| Box::new(Move::return_unrun(job, self.now())))?;
         // Not if it would not fit, for it has done nothing to be buried.
-        (self.copy(job, &mut to).2 == Settled::Returned).then_some(to)
+        self.copy(job, &mut to).1.went.is_ok().then_some(to)
     }
 
     /// Where a suspect goes before it is run.

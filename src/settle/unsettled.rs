@@ -99,8 +99,7 @@ impl UnsettledJob {
         let under = (&*self.rules, self.epoch);
         let (receipt, accepting) = self.engine.settle(self.job.clone(), tag, under, result);
         if let Some(accepting) = accepting {
-            // Let go of, not sent: all that there is to know.
-            let _ = accepting.await;
+            accepting.accepted().await;
         }
         Ok(receipt)
     }
@@ -188,14 +187,26 @@ pub enum Settled {
 pub struct Receipt(oneshot::Receiver<Settled>);
 
 impl Receipt {
-    /// Also what is to be told in the end.
-    pub(super) fn new() -> (Self, impl FnOnce(Settled) + Send + 'static) {
+    pub(super) fn new() -> (Self, Teller) {
         let (tell, told) = oneshot::channel();
-        let tell = move |settled| {
-            // Whoever had the receipt may have dropped it.
+        (Self(told), Teller(Some(tell)))
+    }
+}
+
+/// Tells whoever has the receipt.
+pub(crate) struct Teller(Option<oneshot::Sender<Settled>>);
+
+impl Teller {
+    /// There is no receipt.
+    pub(crate) fn nobody() -> Self {
+        Self(None)
+    }
+
+    pub(super) fn tell(self, settled: Settled) {
+        if let Some(tell) = self.0 {
+            // It may have been dropped.
             let _ = tell.send(settled);
-        };
-        (Self(told), tell)
+        }
     }
 }
 

@@ -8,13 +8,12 @@
 use std::sync::Arc;
 
 use lapin::{message::BasicReturnMessage, types::ShortString};
-use tokio::sync::oneshot;
 
 use crate::message::Message;
 
 /// What became of a copy.
 #[derive(Debug)]
-pub(in crate::link) enum Landed {
+pub(super) enum Landed {
     Confirmed,
     /// No queue took it; and what the broker said.
     Returned(String),
@@ -34,20 +33,13 @@ pub(super) struct Answer {
     pub(super) said: Said,
 }
 
-/// Who waits, and how to know the copy again.
+/// Which copy, and how to know it again.
 #[derive(Debug)]
 pub(super) struct Asked {
-    pub(super) queue: String,
+    pub(super) number: u64,
+    pub(super) queue: Arc<str>,
     pub(super) id: Option<ShortString>,
     pub(super) original: Arc<Message>,
-    pub(super) tell: oneshot::Sender<Landed>,
-}
-
-impl Asked {
-    fn hears(self, landed: Landed) {
-        // Nobody waits any more if it took too long.
-        let _ = self.tell.send(landed);
-    }
 }
 
 #[derive(Debug)]
@@ -83,7 +75,7 @@ impl From<BasicReturnMessage> for Stray {
 impl Stray {
     /// What is alike in this is as good as the same.
     fn is(&self, asked: &Asked) -> bool {
-        self.queue.as_str() == asked.queue
+        self.queue.as_str() == &*asked.queue
             && self.id == asked.id
             && self.body == asked.original.body
     }
@@ -102,8 +94,13 @@ pub(super) struct Judge {
 }
 
 impl Judge {
-    /// Of all that have come by now, and how many are still in flight.
-    pub(super) fn hear(&mut self, mut answers: Vec<Answer>, in_flight: usize) {
+    /// What became of which copies, by all answers that have come by now and how many are still in
+    /// flight.
+    pub(super) fn hear(
+        &mut self,
+        mut answers: Vec<Answer>,
+        in_flight: usize,
+    ) -> Vec<(Asked, Landed)> {
         // lapin tells those in flight one by one that the channel is closed.
         let alone = !self.dead && answers.len() + in_flight == 1;
         let mut doubts = Vec::with_capacity(answers.len());
@@ -119,22 +116,27 @@ impl Judge {
             doubts.push(stray.is_some());
             self.strays.extend(stray);
         }
+        let mut landed = Vec::with_capacity(doubts.len());
         for (Answer { asked, said }, doubt) in answers.into_iter().zip(doubts) {
-            match said {
+            let what = match said {
                 Said::Ack(_) => match self.find(&asked) {
-                    Some(stray) => asked.hears(Landed::Returned(stray.why)),
-                    None if doubt => self.in_doubt.push(asked),
-                    None => asked.hears(Landed::Confirmed),
+                    Some(stray) => Landed::Returned(stray.why),
+                    None if doubt => {
+                        self.in_doubt.push(asked);
+                        continue;
+                    }
+                    None => Landed::Confirmed,
                 },
-                Said::Nack(_) => asked.hears(Landed::Nacked),
-                Said::NotSent(why) => asked.hears(Landed::NotSent(why)),
-                Said::Refused(error) => asked.hears(Landed::Refused { alone, error }),
-                Said::Undecided(why) => asked.hears(Landed::Undecided(why)),
-            }
+                Said::Nack(_) => Landed::Nacked,
+                Said::NotSent(why) => Landed::NotSent(why),
+                Said::Refused(error) => Landed::Refused { alone, error },
+                Said::Undecided(why) => Landed::Undecided(why),
+            };
+            landed.push((asked, what));
         }
         if in_flight == 0 {
             for asked in std::mem::take(&mut self.in_doubt) {
-                let landed = match self.find(&asked) {
+                let what = match self.find(&asked) {
                     Some(stray) => Landed::Returned(stray.why),
                     None if self.dead => {
                         let why = "the channel died before all returned messages had come";
@@ -142,9 +144,10 @@ impl Judge {
                     }
                     None => Landed::Confirmed,
                 };
-                asked.hears(landed);
+                landed.push((asked, what));
             }
         }
+        landed
     }
 
     fn find(&mut self, asked: &Asked) -> Option<Stray> {
@@ -157,7 +160,7 @@ impl Judge {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use std::collections::VecDeque;
+    use std::collections::{HashMap, VecDeque};
 
     fn message(body: &str) -> Arc<Message> {
         Arc::new(Message {
@@ -169,10 +172,13 @@ mod tests {
         })
     }
 
-    fn asked(n: usize) -> (Asked, oneshot::Receiver<Landed>) {
-        let (tell, told) = oneshot::channel();
+    fn asked(n: usize) -> Asked {
         let id = Some(format!("{n}").into());
-        (Asked { queue: "lane".to_owned(), id, original: message("body"), tell }, told)
+        Asked { number: n as u64, queue: "lane".into(), id, original: message("body") }
+    }
+
+    fn numbered(landed: Vec<(Asked, Landed)>) -> impl Iterator<Item = (u64, Landed)> {
+        landed.into_iter().map(|(asked, landed)| (asked.number, landed))
     }
 
     fn stray(n: usize) -> Stray {
@@ -208,12 +214,8 @@ mod tests {
             chunks in prop::collection::vec(1_usize..5, 24),
             dies in any::<bool>(),
         ) {
-            let (mut open, mut told) = (VecDeque::new(), Vec::new());
-            for n in 0..fates.len() {
-                let (asked, receiver) = asked(n);
-                open.push_back((n, asked));
-                told.push(receiver);
-            }
+            let mut open: VecDeque<_> = (0..fates.len()).map(|n| (n, asked(n))).collect();
+            let mut told = HashMap::new();
             let (mut judge, mut fifo, mut returns) = (Judge::default(), VecDeque::new(), 0);
             let (mut heard, mut chunks) = (Vec::new(), chunks.into_iter().cycle());
             let mut chunk = chunks.next().unwrap();
@@ -244,26 +246,26 @@ mod tests {
                     chunk = chunks.next().unwrap();
                     // Those of one look come in no order.
                     heard.reverse();
-                    judge.hear(std::mem::take(&mut heard), open.len());
+                    told.extend(numbered(judge.hear(std::mem::take(&mut heard), open.len())));
                 }
             }
-            judge.hear(heard, open.len());
+            told.extend(numbered(judge.hear(heard, open.len())));
             if dies && !open.is_empty() {
                 let lost = |(_, asked)| Answer { asked, said: Said::Undecided("died".to_owned()) };
-                judge.hear(open.drain(..).map(lost).collect(), 0);
+                told.extend(numbered(judge.hear(open.drain(..).map(lost).collect(), 0)));
             }
-            for (fate, told) in fates.iter().zip(&mut told) {
-                let landed = told.try_recv();
+            for (n, fate) in (0..).zip(&fates) {
+                let landed = told.get(&n);
                 match fate {
-                    Fate::Taken if silent == 0 => prop_assert!(matches!(landed, Ok(Landed::Confirmed)), "{landed:?}"),
-                    Fate::Taken => prop_assert!(!matches!(landed, Ok(Landed::Returned(_))), "{landed:?}"),
+                    Fate::Taken if silent == 0 => prop_assert!(matches!(landed, Some(Landed::Confirmed)), "{landed:?}"),
+                    Fate::Taken => prop_assert!(!matches!(landed, Some(Landed::Returned(_))), "{landed:?}"),
                     Fate::Returned if silent == 0 => {
-                        prop_assert!(matches!(landed, Ok(Landed::Returned(_))), "{landed:?}");
+                        prop_assert!(matches!(landed, Some(Landed::Returned(_))), "{landed:?}");
                     }
-                    Fate::Returned => prop_assert!(!matches!(landed, Ok(Landed::Confirmed)), "{landed:?}"),
-                    Fate::Refused => prop_assert!(matches!(landed, Ok(Landed::Nacked)), "{landed:?}"),
+                    Fate::Returned => prop_assert!(!matches!(landed, Some(Landed::Confirmed)), "{landed:?}"),
+                    Fate::Refused => prop_assert!(matches!(landed, Some(Landed::Nacked)), "{landed:?}"),
                     Fate::Silence => prop_assert!(
-                        !matches!(landed, Ok(Landed::Confirmed | Landed::Returned(_))), "{landed:?}"
+                        !matches!(landed, Some(Landed::Confirmed | Landed::Returned(_))), "{landed:?}"
                     ),
                 }
             }
@@ -275,21 +277,21 @@ mod tests {
     #[test]
     fn of_several_that_are_refused_none_was_alone() {
         let refused = || Said::Refused(lapin::ErrorKind::InvalidChannel(1).into());
-        let (mut judge, (one, _told), (other, mut told)) = (Judge::default(), asked(0), asked(1));
-        judge.hear(vec![Answer { asked: one, said: refused() }], 1);
-        judge.hear(vec![Answer { asked: other, said: refused() }], 0);
-        let landed = told.try_recv().unwrap();
-        assert!(matches!(landed, Landed::Refused { alone: false, .. }), "{landed:?}");
+        let mut judge = Judge::default();
+        judge.hear(vec![Answer { asked: asked(0), said: refused() }], 1);
+        let landed = judge.hear(vec![Answer { asked: asked(1), said: refused() }], 0);
+        assert!(matches!(landed[..], [(_, Landed::Refused { alone: false, .. })]), "{landed:?}");
     }
 
     #[test]
     fn a_refusal_is_for_the_sake_of_one_that_was_alone() {
         let refused = || Said::Refused(lapin::ErrorKind::InvalidChannel(1).into());
         for (in_flight, expected) in [(0, true), (1, false)] {
-            let (mut judge, (asked, mut told)) = (Judge::default(), asked(0));
-            judge.hear(vec![Answer { asked, said: refused() }], in_flight);
-            let landed = told.try_recv().unwrap();
-            assert!(matches!(landed, Landed::Refused { alone, .. } if alone == expected));
+            let mut judge = Judge::default();
+            let landed = judge.hear(vec![Answer { asked: asked(0), said: refused() }], in_flight);
+            assert!(
+                matches!(landed[..], [(_, Landed::Refused { alone, .. })] if alone == expected)
+            );
             assert!(judge.spoiled);
         }
     }

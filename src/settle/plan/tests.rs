@@ -50,9 +50,9 @@ fn job(properties: BasicProperties) -> Job {
 
 /// The job as the broker gives it back, and after how long.
 fn given_back(job: &Job, going: &mut Move, now: SystemTime) -> (Job, Duration) {
-    let onward = going.onward(job, "orders", now).expect("a lane");
-    let delay = onward.delay_ms.expect("a lane");
-    let copy = COPIER.onward(job.message(), job.id(), &mut going.story, &onward.queue, Some(delay));
+    let (lane, _) = going.onward(now).expect("a lane");
+    let Lane { delay_ms: delay, queue } = lane.expect("a lane");
+    let copy = COPIER.onward(job.message(), job.id(), &mut going.story, &queue.name, Some(delay));
     (self::job(copy.unwrap().properties), Duration::from_millis(delay))
 }
 
@@ -208,10 +208,11 @@ fn any_message() -> impl Strategy<Value = Message> {
 
 /// Where it goes, as what is published there.
 fn sent(to: &mut Move, job: &Job, now: SystemTime) -> Outgoing {
-    let reason = match to.onward(job, "orders", now) {
-        Ok(onward) => {
-            let (message, delay_ms) = (job.message(), onward.delay_ms);
-            match COPIER.onward(message, job.id(), &mut to.story, &onward.queue, delay_ms) {
+    let reason = match to.onward(now) {
+        Ok((lane, _)) => {
+            let (message, delay_ms) = (job.message(), lane.as_ref().map(|lane| lane.delay_ms));
+            let queue = lane.as_ref().map_or("orders", |lane| &lane.queue.name);
+            match COPIER.onward(message, job.id(), &mut to.story, queue, delay_ms) {
                 Ok(copy) => return copy,
                 Err(_) => BuriedReason::TooLarge,
             }
@@ -266,9 +267,9 @@ fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
 
 /// The copy of it that comes back.
 fn copied(job: &Job, to: &mut Move) -> Job {
-    let onward = to.onward(job, "orders", at(Duration::ZERO)).expect("back to its queue");
-    assert_eq!((onward.queue.as_str(), onward.delay_ms), ("orders", None));
-    let copy = COPIER.onward(job.message(), job.id(), &mut to.story, &onward.queue, None);
+    let (lane, _) = to.onward(at(Duration::ZERO)).expect("back to its queue");
+    assert!(lane.is_none(), "{lane:?}");
+    let copy = COPIER.onward(job.message(), job.id(), &mut to.story, "orders", None);
     self::job(copy.unwrap().properties)
 }
 
