@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use futures_util::{StreamExt, future::try_join_all};
 use lapin_retry::lapin::{
     BasicProperties, Channel, Confirmation, Connection, Consumer,
@@ -15,7 +15,7 @@ use lapin_retry::lapin::{
 };
 use tokio::sync::Semaphore;
 
-use crate::{fill::delay_queue, meter::Meter};
+use crate::{fill::delay_queues, meter::Meter};
 
 /// As many as this crate has in flight unless told otherwise.
 const HAND_OFFS: usize = 64;
@@ -133,22 +133,23 @@ pub(crate) fn a_story(queue: &str) -> FieldTable {
     headers
 }
 
-/// Every job fails: a copy is published to one delay queue and confirmed, and then the original is
-/// acked.
+/// Every job fails: a copy is published to one of so many delay queues, in turn, and confirmed, and then
+/// the original is acked.
 pub(crate) async fn confirm_each(
     queue: &str,
     mut consumer: Consumer,
     meter: Arc<Meter>,
     channels: Channels,
-    headers: Headers,
+    (lanes, headers): (u32, Headers),
 ) -> Result<()> {
+    let mut delay_queues = delay_queues(queue, lanes).into_iter().cycle();
     let (channels, slots) = (Arc::new(channels), Arc::new(Semaphore::new(HAND_OFFS)));
     while let Some(delivery) = consumer.next().await {
         let delivery = delivery?;
         meter.handle(&delivery.data);
         let slot = Arc::clone(&slots).acquire_owned().await?;
-        let (channels, delay_queue) = (Arc::clone(&channels), delay_queue(queue));
-        let headers = headers(queue);
+        let (channels, headers) = (Arc::clone(&channels), headers(queue));
+        let delay_queue = delay_queues.next().context("at least one")?;
         tokio::spawn(async move {
             let channel = channels.idle.lock().unwrap().pop().expect("one for each slot");
             hand_off(&channel, &delay_queue, headers, &delivery)

@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::{
     TASK,
-    by_hand::{self, Channels, a_count, a_story},
+    by_hand::{self, Channels, Headers, a_count, a_story},
     fill::{self, Publisher},
     meter::{Mark, Meter, Reading},
 };
@@ -30,7 +30,8 @@ pub(crate) enum Contestant {
     ConfirmEach,
     /// The same; a channel for each copy in flight, on another connection.
     ChannelEach,
-    /// As the first of these, but on another connection and with headers that tell as much as ours.
+    /// As the first of these, but on another connection, with headers that tell as much as ours, and
+    /// to as many queues as we have lanes.
     TellEach,
     /// `Retry`: the user's own loop.
     OwnLoop,
@@ -152,7 +153,7 @@ impl Task {
             _ => None,
         };
         let consumer = by_hand::consume(&channel, &self.queue, self.prefetch).await?;
-        let Self { contestant, queue, prefetch, fail, .. } = self.clone();
+        let Self { contestant, queue, lanes, prefetch, fail, .. } = self.clone();
         let url = url.to_owned();
         Ok(tokio::spawn(async move {
             let _open = channel;
@@ -163,15 +164,18 @@ impl Task {
                 (Contestant::Multiple, _) => by_hand::multiple(consumer, meter, prefetch).await,
                 (Contestant::ConfirmEach, _) => {
                     let channels = Channels::one(connection).await?;
-                    by_hand::confirm_each(&queue, consumer, meter, channels, a_count).await
+                    let how = (1, a_count as Headers);
+                    by_hand::confirm_each(&queue, consumer, meter, channels, how).await
                 }
                 (Contestant::ChannelEach, _) => {
                     let channels = Channels::many(another.await?).await?;
-                    by_hand::confirm_each(&queue, consumer, meter, channels, a_count).await
+                    let how = (1, a_count as Headers);
+                    by_hand::confirm_each(&queue, consumer, meter, channels, how).await
                 }
                 (Contestant::TellEach, _) => {
                     let channels = Channels::one(another.await?).await?;
-                    by_hand::confirm_each(&queue, consumer, meter, channels, a_story).await
+                    let how = (lanes, a_story as Headers);
+                    by_hand::confirm_each(&queue, consumer, meter, channels, how).await
                 }
                 _ => by_hand::ack_each(consumer, meter).await,
             }

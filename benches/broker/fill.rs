@@ -25,9 +25,9 @@ pub(crate) fn policy(lanes: u32) -> RetryPolicy {
     if lanes == 1 { policy.jitter(Jitter::None) } else { policy.lanes(lanes) }
 }
 
-/// That of who does it by hand. It is as one of our lanes.
-pub(crate) fn delay_queue(work_queue: &str) -> String {
-    format!("{work_queue}.delay")
+/// Those of who does it by hand. They are as our lanes.
+pub(crate) fn delay_queues(work_queue: &str, lanes: u32) -> Vec<String> {
+    (0..lanes).map(|lane| format!("{work_queue}.delay.{lane}")).collect()
 }
 
 /// Fills queues, on a connection of its own.
@@ -84,9 +84,10 @@ impl Publisher {
             all.push(name.clone());
         }
         let lanes: Vec<_> = topology.queues().filter(|queue| *queue != topology.buried()).collect();
-        let by_hand = delay_queue(&task.queue);
-        self.declare(&by_hand, lanes[0].arguments.clone()).await?;
-        all.push(by_hand);
+        for by_hand in delay_queues(&task.queue, task.lanes) {
+            self.declare(&by_hand, lanes[0].arguments.clone()).await?;
+            all.push(by_hand);
+        }
         self.fill(&all[..1], task.filling()).await?;
         Ok(Queues { all, lanes: lanes.iter().map(|lane| lane.name.clone()).collect() })
     }
