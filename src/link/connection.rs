@@ -22,7 +22,7 @@ use tokio::{
 use super::{
     Answered, Broker,
     dial::open,
-    pipe::{Carrier, Order, Pipe},
+    pipe::{Carrier, Pipe, Tell},
 };
 use crate::{Error, ErrorKind, clock::Backoff, message::Outgoing};
 
@@ -223,8 +223,9 @@ impl Session {
         timeout: Duration,
         answered: Answered,
     ) -> Result<(), Answered> {
-        let order = Order { pipe, copy, answered, timeout, session: Arc::clone(self) };
-        self.carrier.publish(order).map_err(|back| back.answered)
+        let tell = Tell { answered: Some(answered), timeout, session: Arc::clone(self) };
+        let Err(mut tell) = self.carrier.publish(pipe, copy, tell) else { return Ok(()) };
+        tell.answered.take().map_or(Ok(()), Err)
     }
 
     /// The right to publish on a channel of its own.

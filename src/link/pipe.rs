@@ -134,22 +134,19 @@ impl fmt::Debug for Pipe {
 #[derive(Debug)]
 pub(super) struct Carrier(mpsc::UnboundedSender<Order>);
 
-/// A copy to publish, and who hears of it.
-pub(super) struct Order {
-    pub(super) pipe: Pipe,
-    pub(super) copy: Box<Outgoing>,
-    pub(super) answered: Answered,
+struct Order {
+    pipe: Pipe,
+    copy: Box<Outgoing>,
+    tell: Tell,
+}
+
+/// Tells in any case: in the task that publishes.
+pub(super) struct Tell {
+    pub(super) answered: Option<Answered>,
     /// Without a confirm until then it is undecided, unless the broker blocks publishers.
     pub(super) timeout: Duration,
     /// Dropping the last handle of a connection closes it.
     pub(super) session: Arc<Session>,
-}
-
-/// Tells in any case: in the task that publishes.
-struct Tell {
-    answered: Option<Answered>,
-    timeout: Duration,
-    session: Arc<Session>,
 }
 
 impl Tell {
@@ -188,9 +185,9 @@ impl Carrier {
         !self.0.is_closed()
     }
 
-    /// Gives the order back if the task has ended.
-    pub(super) fn publish(&self, order: Order) -> Result<(), Order> {
-        self.0.send(order).map_err(|back| back.0)
+    /// Gives the way to tell back if the task has ended.
+    pub(super) fn publish(&self, pipe: Pipe, copy: Box<Outgoing>, tell: Tell) -> Result<(), Tell> {
+        self.0.send(Order { pipe, copy, tell }).map_err(|back| back.0.tell)
     }
 }
 
@@ -202,12 +199,11 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
         tokio::select! {
             biased;
             order = orders.recv(), if takes_more => match order {
-                Some(Order { pipe, copy, answered, timeout, session }) => {
-                    let until = Instant::now() + timeout;
+                Some(Order { pipe, copy, tell }) => {
+                    let until = Instant::now() + tell.timeout;
                     if until < look.deadline() {
                         look.as_mut().reset(until);
                     }
-                    let tell = Tell { answered: Some(answered), timeout, session };
                     pipe.0.in_flight.fetch_add(1, Ordering::Relaxed);
                     in_flight.push(pipe.publish(waiting.add(until, tell), copy));
                 }
