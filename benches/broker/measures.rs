@@ -45,47 +45,21 @@ const LATENCY: [Contestant; 3] = [AckEach, OwnLoop, Handler];
 
 /// All measures whose name begins so.
 pub(crate) async fn all(url: &str, extent: &Extent, name: &str, table: &Table) -> Result<()> {
-    let number = |name: &str, n: usize| std::env::var(name).map_or(n, |v| v.parse().unwrap());
-    let extent = &Extent {
-        rounds: number("X_ROUNDS", extent.rounds),
-        failures: number("X_FAILURES", extent.failures),
-        successes: number("X_SUCCESSES", extent.successes),
-        ..*extent
-    };
     let bench = Bench { publisher: Publisher::connect(url).await?, rounds: extent.rounds };
     let is_wanted = |measure: &str| measure.starts_with(name);
-    let set = |name: &str, all: &str| -> Vec<String> {
-        std::env::var(name).unwrap_or(all.to_owned()).split(',').map(str::to_owned).collect()
-    };
-    let only = set("X_WHO", "");
-    let pick = |all: &[Contestant]| -> Vec<Contestant> {
-        all.iter().copied().filter(|c| only.iter().any(|o| c.name().contains(o.as_str()))).collect()
-    };
-    let (types, prefetches, lane_counts) =
-        (set("X_TYPES", "classic,quorum"), set("X_PREFETCH", "100,1000"), set("X_LANES", "1,8"));
     for queue_type in ["classic", "quorum"] {
-        if !types.iter().any(|t| t == queue_type) {
-            continue;
-        }
         for prefetch in [100, 1000] {
-            if !prefetches.iter().any(|t| *t == prefetch.to_string()) {
-                continue;
-            }
             let case = |measure| Case { measure, queue_type, prefetch };
             let success = case("success");
             if is_wanted(success.measure) {
-                let measured =
-                    bench.in_turn(&pick(&SUCCESS), &task(success, extent.successes)).await?;
+                let measured = bench.in_turn(&SUCCESS, &task(success, extent.successes)).await?;
                 table.rates(success, &measured, &[AckEach, TaskEach, Multiple]);
             }
             for (measure, lanes) in [("fails once, 1 lane", 1), ("fails once, 8 lanes", 8)] {
                 let failure = case(measure);
-                if !lane_counts.iter().any(|n| *n == lanes.to_string()) {
-                    continue;
-                }
                 if is_wanted(measure) {
                     let task = Task { fail: true, lanes, ..task(failure, extent.failures) };
-                    let measured = bench.in_turn(&pick(&FAILURE), &task).await?;
+                    let measured = bench.in_turn(&FAILURE, &task).await?;
                     table.rates(failure, &measured, &[ConfirmEach, TellEach]);
                 }
             }
@@ -93,7 +67,7 @@ pub(crate) async fn all(url: &str, extent: &Extent, name: &str, table: &Table) -
         let latency = Case { measure: "latency", queue_type, prefetch: 100 };
         if is_wanted(latency.measure) {
             let task = Task { one_at_a_time: true, ..task(latency, extent.one_at_a_time) };
-            table.latencies(latency, &bench.in_turn(&pick(&LATENCY), &task).await?, AckEach);
+            table.latencies(latency, &bench.in_turn(&LATENCY, &task).await?, AckEach);
         }
     }
     let waiting = Case { measure: "waiting", queue_type: "quorum", prefetch: 1000 };
