@@ -130,8 +130,12 @@ impl Settings {
         self
     }
 
-    /// How many hand-offs may be in flight at a time. Default: 64. Each uses a channel of its own
-    /// on the publishing connection. All consumers of a [`Broker`](crate::Broker) together have
+    /// How many hand-offs may be in flight at a time. Default: 64; at most 1000.
+    ///
+    /// The copies for a queue share a channel of the publishing connection. While a quorum queue does
+    /// not answer, RabbitMQ takes 400 messages on its channel, those in flight included, and then reads
+    /// nothing more from the connection (3.10 and 4.3): with more than some 300 in flight, one such queue
+    /// may hold up the copies for all others. All consumers of a [`Broker`](crate::Broker) together use
     /// half of the channels that the broker allows a connection: 1023 by default.
     #[must_use]
     pub fn hand_offs(mut self, in_flight: usize) -> Self {
@@ -247,8 +251,8 @@ impl Settings {
         }
         if self.hand_offs > 1000 {
             return Err(Error::configuration(format!(
-                "hand_offs: {}; each needs a channel, and a connection has at most 2047 by \
-                 default: use 1000 or fewer",
+                "hand_offs: {}; at most 1000: so many for a queue that does not answer hold up \
+                 the copies for all others",
                 self.hand_offs
             )));
         }

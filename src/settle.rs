@@ -31,7 +31,7 @@ pub(crate) use self::{
     suspects::Arrived,
     unsettled::Teller,
 };
-use self::{finished::Finished, hand_off::Accepting, stuck::Owed, suspects::Custody};
+use self::{finished::Finished, hand_off::Leaving, stuck::Owed, suspects::Custody};
 use crate::{
     Error, ErrorKind, Event, Job, Settings, Topology,
     clock::Clock,
@@ -196,9 +196,9 @@ impl Engine {
             self.until_answers_are_read().await;
             return Ok(());
         }
+        let left = self.tasks.len();
         self.giving_up.cancel();
         self.handoff.close();
-        let left = self.tasks.len();
         let _ = tokio::time::timeout(Duration::from_secs(1), self.tasks.wait()).await;
         Err(Error::new(
             ErrorKind::Closed,
@@ -210,24 +210,24 @@ impl Engine {
         ))
     }
 
-    /// Settles a job. A failure is accepted once it has begun to leave.
+    /// Settles a job. One that is to leave has yet to be set on its way.
     pub(crate) fn settle(
         self: &Arc<Self>,
         job: Job,
         tag: Arc<dyn Tag>,
         (rules, epoch): (&Rules, Epoch),
         result: Result<(), anyhow::Error>,
-    ) -> (Receipt, Option<Accepting>) {
+        teller: Teller,
+    ) -> Option<Leaving> {
         let verdict = Verdict::from_result(result, &rules.classifiers);
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
-        let (receipt, teller) = Receipt::new();
         let Some(to) = rules.after_attempt(&job, verdict, self.now(), self.worker()) else {
             self.finished(&job);
             self.ack(job, tag, |job| Event::Done { job }, teller);
-            return (receipt, None);
+            return None;
         };
-        (receipt, Some(self.leaving(job, tag, Box::new(to)).accepting(teller)))
+        Some(self.leaving(job, tag, Box::new(to)).telling(teller))
     }
 
     async fn ack_by(&self, tag: &dyn Tag, multiple: bool) -> bool {

@@ -20,7 +20,7 @@ use crate::{
     link::{Subscribe, Subscription},
     pause::Pace,
     policy::Suspicion,
-    settle::{Engine, Probe, Turn},
+    settle::{Engine, Probe, Teller, Turn},
 };
 
 /// How long the broker may take to answer a cancel or a close before it is left alone.
@@ -336,6 +336,7 @@ impl Run {
         let handler = Arc::clone(&self.handler);
         let after = self.handler_timeout;
         let cut = self.cut.clone();
+        let handling = self.handlers.token();
         async move {
             if !job.is_due() {
                 Box::pin(job.until_due()).await;
@@ -362,9 +363,7 @@ impl Run {
                     return Box::pin(job.give_back(why)).await;
                 }
             };
-            // An error here would be the engine's own, and it has told of it.
-            let _ = job.settle(result).await;
-            drop(permit);
+            job.settle_keeping(result, Teller::nobody(), (permit, handling));
         }
     }
 

@@ -68,7 +68,8 @@ pub(super) struct Session {
     retired: AtomicBool,
     /// The channels that publish, by queue, for all consumers together.
     pipes: Mutex<HashMap<Arc<str>, Arc<OnceCell<Pipe>>>>,
-    carrier: Carrier,
+    /// Only a connection that publishes has one.
+    carrier: Option<Carrier>,
     /// One at a time publishes on a channel of its own.
     alone: Semaphore,
 }
@@ -126,9 +127,10 @@ impl Shared {
                 opening.opened += 1;
                 opening.last_error = None;
                 opening.backoff.reset();
+                let publishes = matches!(purpose, Purpose::Publishing);
                 let session = Arc::new(Session {
                     number: opening.opened,
-                    carrier: Carrier::start(&connection),
+                    carrier: publishes.then(|| Carrier::start(&connection)),
                     connection,
                     retired: AtomicBool::new(false),
                     pipes: Mutex::default(),
@@ -180,7 +182,8 @@ impl Shared {
 
 impl Session {
     fn works(&self) -> bool {
-        let connected = self.connection.status().connected() && self.carrier.works();
+        let connected = self.connection.status().connected();
+        let connected = connected && self.carrier.as_ref().is_none_or(Carrier::works);
         connected && !self.retired.load(Ordering::Relaxed)
     }
 
@@ -215,7 +218,7 @@ impl Session {
         (pipes.len() < most).then(|| Arc::clone(pipes.entry(Arc::clone(queue)).or_default()))
     }
 
-    /// Tells what the broker answers; or gives `answered` back, if the task that publishes has ended.
+    /// Tells what the broker answers; or gives `answered` back, if no task publishes here any more.
     pub(super) fn publish(
         self: &Arc<Self>,
         pipe: Pipe,
@@ -223,8 +226,9 @@ impl Session {
         timeout: Duration,
         answered: Answered,
     ) -> Result<(), Answered> {
+        let Some(carrier) = &self.carrier else { return Err(answered) };
         let tell = Tell { answered: Some(answered), timeout, session: Arc::clone(self) };
-        let Err(mut tell) = self.carrier.publish(pipe, copy, tell) else { return Ok(()) };
+        let Err(mut tell) = carrier.publish(pipe, copy, tell) else { return Ok(()) };
         tell.answered.take().map_or(Ok(()), Err)
     }
 

@@ -28,7 +28,7 @@ use super::{
     Tag,
     connection::{Purpose, Session, Shared, refused, unreadable},
     dial::until_back,
-    pipe::{Pipe, not_sent, undecided},
+    pipe::{ENDED, Pipe, not_sent, undecided},
     watched::Watched,
 };
 use crate::{
@@ -112,8 +112,10 @@ impl LapinLink {
         };
         // Nobody waits any more if the engine gave up.
         let answered = Box::new(move |answer| drop(tell.send(answer)));
-        // If it comes back, so that nobody is told, the copy is undecided, for all that is known here.
-        drop(session.publish(pipe, copy, self.confirm_timeout, answered));
+        let queue = Arc::clone(&copy.queue);
+        if session.publish(pipe, copy, self.confirm_timeout, answered).is_err() {
+            return not_sent(&queue, ENDED);
+        }
         told.await.ok().flatten().unwrap_or_else(|| undecided(session.number))
     }
 

@@ -34,8 +34,10 @@ use super::{
 };
 use crate::{Error, ErrorKind, message::Outgoing};
 
-/// How late a copy may be told of as undecided.
+/// How long at most until it is looked again who has waited for too long.
 const LOOK: Duration = Duration::from_secs(1);
+
+pub(super) const ENDED: &str = "the task that publishes has ended";
 
 /// A channel to publish on. It is closed when nobody has it any more.
 #[derive(Clone)]
@@ -163,9 +165,9 @@ impl Drop for Tell {
     }
 }
 
-/// The task has ended.
+/// Of a copy that the task had taken.
 pub(super) fn undecided(connection: u64) -> Confirmed {
-    Confirmed::Undecided(connection, "the runtime shuts down".to_owned())
+    Confirmed::Undecided(connection, ENDED.to_owned())
 }
 
 pub(super) fn not_sent(queue: &str, why: impl fmt::Display) -> Confirmed {
@@ -192,23 +194,33 @@ impl Carrier {
 }
 
 async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver<Order>) {
-    let mut in_flight = FuturesUnordered::new();
-    let (mut waiting, mut takes_more) = (Waiting::default(), true);
+    let (mut in_flight, mut waiting) = (FuturesUnordered::new(), Waiting::default());
     let mut look = pin!(sleep(LOOK));
-    while takes_more || !waiting.is_empty() {
+    loop {
         tokio::select! {
+            // Who is late hears of it, however much else there is to do.
             biased;
-            order = orders.recv(), if takes_more => match order {
-                Some(Order { pipe, copy, tell }) => {
-                    let until = Instant::now() + tell.timeout;
-                    if until < look.deadline() {
-                        look.as_mut().reset(until);
-                    }
-                    pipe.0.in_flight.fetch_add(1, Ordering::Relaxed);
-                    in_flight.push(pipe.publish(waiting.add(until, tell), copy));
+            () = &mut look, if !waiting.is_empty() => {
+                // Sent as an alarm began, they are answered when it is over. Until then there is no
+                // other way to publish.
+                let (now, blocked) = (Instant::now(), connection.blocked());
+                for mut tell in waiting.overdue(now, |tell: &Tell| blocked.then_some(now + tell.timeout)) {
+                    let why = format!("no confirm within {:?}", tell.timeout);
+                    tell.tell(Confirmed::Undecided(tell.session.number, why));
                 }
-                None => takes_more = false,
-            },
+                let later = now + LOOK;
+                look.as_mut().reset(waiting.until().map_or(later, |until| until.min(later)));
+            }
+            order = orders.recv() => {
+                // Whoever waits has the connection, so nobody does.
+                let Some(Order { pipe, copy, tell }) = order else { return };
+                let until = Instant::now() + tell.timeout;
+                if until < look.deadline() {
+                    look.as_mut().reset(until);
+                }
+                pipe.0.in_flight.fetch_add(1, Ordering::Relaxed);
+                in_flight.push(pipe.publish(waiting.add(until, tell), copy));
+            }
             Some(first) = in_flight.next() => {
                 let mut answers = vec![first];
                 take_all_ready(&mut in_flight, &mut answers);
@@ -220,17 +232,6 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
                         tell.tell(confirmed(landed, tell.session.number, &asked.queue));
                     }
                 }
-            }
-            () = &mut look => {
-                // Sent as an alarm began, they are answered when it is over. Until then there is no
-                // other way to publish.
-                let (now, blocked) = (Instant::now(), connection.blocked());
-                for mut tell in waiting.overdue(now, |tell| blocked.then_some(now + tell.timeout)) {
-                    let why = format!("no confirm within {:?}", tell.timeout);
-                    tell.tell(Confirmed::Undecided(tell.session.number, why));
-                }
-                let later = now + LOOK;
-                look.as_mut().reset(waiting.until().map_or(later, |until| until.min(later)));
             }
         }
     }

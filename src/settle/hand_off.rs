@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     BuriedReason, Event, Job,
-    handoff::Slot,
+    handoff::{Slot, Told},
     link::{Confirmed, Tag},
     message::{Copier, Outgoing, TooLarge},
     topology::about_permissions,
@@ -24,7 +24,6 @@ pub(crate) struct Leaving {
     job: Job,
     tag: Arc<dyn Tag>,
     to: Box<Move>,
-    begun: Begun,
     /// It has failed for long, before it was given back.
     owed: bool,
     teller: Teller,
@@ -38,87 +37,78 @@ pub(super) struct Said {
     pub(super) went: Result<SystemTime, BuriedReason>,
 }
 
-/// One that waits for its slot. Whoever gives up the wait leaves no job behind that nobody settles.
-pub(crate) struct Accepting(Option<Leaving>);
-
-impl Accepting {
-    /// Until it has a slot, and its first try is on its way.
-    pub(super) async fn accepted(mut self) {
-        let Some(engine) = self.0.as_ref().map(|leaving| Arc::clone(&leaving.engine)) else {
-            return;
-        };
-        let slot = match engine.handoff.free_slot() {
-            Some(slot) => Some(slot),
-            None => engine.handoff.slot().await,
-        };
-        if let Some(leaving) = self.0.take() {
-            leaving.start(slot);
-        }
-    }
-}
-
-impl Drop for Accepting {
-    fn drop(&mut self) {
-        if let Some(leaving) = self.0.take() {
-            leaving.go();
-        }
-    }
+/// A try that was made.
+struct Tried {
+    answer: Confirmed,
+    said: Said,
+    begun: Begun,
 }
 
 impl Leaving {
-    /// As soon as it has a slot. The receipt hears of its end.
-    pub(super) fn accepting(self, teller: Teller) -> Accepting {
-        Accepting(Some(Self { teller, ..self }))
+    pub(super) fn telling(self, teller: Teller) -> Self {
+        Self { teller, ..self }
     }
 
-    /// Without anybody waiting for it.
-    pub(crate) fn go(self) {
-        match self.engine.handoff.free_slot() {
-            Some(slot) => self.start(Some(slot)),
-            None => self.by_itself(None, None),
-        }
+    pub(crate) fn owed(self) -> Self {
+        Self { owed: true, ..self }
     }
 
-    pub(crate) fn go_as_owed(self) {
-        Self { owed: true, ..self }.go();
-    }
-
-    /// Its first try. Of most jobs it is the only one, so it needs no task of its own.
-    fn start(mut self, slot: Option<Slot>) {
-        let Some(slot) = slot else { return self.gives_up() };
-        let is_back = matches!(self.to.to, To::WorkQueue | To::Alone);
-        if is_back || !self.tag.usable() {
-            return self.by_itself(Some(slot), None);
-        }
-        let (copy, said) = self.engine.copy(&self.job, &mut self.to);
-        if !self.engine.is_made(&said.queue) {
-            return self.by_itself(Some(slot), None);
+    /// Sets it on its way, in its turn. What is held is let go of when that has come.
+    pub(crate) fn go(self, held: impl Send + 'static) {
+        if let To::WorkQueue | To::Alone = self.to.to {
+            // It waits for something else first.
+            return self.by_itself(None, None);
         }
         let engine = Arc::clone(&self.engine);
-        engine.handoff.publish_at_once(copy, slot, move |answer| match answer {
-            Ok(Confirmed::Yes) => self.confirmed(said),
-            Ok(answer) => self.by_itself(None, Some((answer, said))),
-            Err(slot) => self.by_itself(Some(slot), None),
+        if let Some(slot) = engine.handoff.free_slot() {
+            return self.start(slot);
+        }
+        engine.handoff.next_slot(|slot| {
+            match slot {
+                Some(slot) => self.start(slot),
+                None => self.gives_up(),
+            }
+            drop(held);
         });
     }
 
-    fn by_itself(self, slot: Option<Slot>, tried: Option<(Confirmed, Said)>) {
+    /// Its first try. Of most jobs it is the only one, so it needs no task of its own.
+    fn start(mut self, slot: Slot) {
+        let engine = Arc::clone(&self.engine);
+        if !self.tag.usable() {
+            return self.by_itself(Some(slot), None);
+        }
+        let begun = Begun::now(&engine);
+        let (copy, said) = engine.copy(&self.job, &mut self.to);
+        if !engine.is_made(&said.queue) {
+            return self.by_itself(Some(slot), None);
+        }
+        engine.handoff.publish_at_once(copy, slot, move |told| match told {
+            Told::Answer(Confirmed::Yes) => self.confirmed(said),
+            Told::Answer(answer) => self.by_itself(None, Some(Tried { answer, said, begun })),
+            Told::NotNow(slot) => self.by_itself(Some(slot), None),
+            // The original is not acked, so nothing is lost.
+            Told::TooLate => self.gives_up(),
+        });
+    }
+
+    fn by_itself(self, slot: Option<Slot>, tried: Option<Tried>) {
         let engine = Arc::clone(&self.engine);
         engine.spawn(self.hand_off(slot, tried));
     }
 
     /// Try after try, beginning with one that was made before.
-    async fn hand_off(mut self, mut slot: Option<Slot>, mut tried: Option<(Confirmed, Said)>) {
+    async fn hand_off(mut self, mut slot: Option<Slot>, mut tried: Option<Tried>) {
         let engine = Arc::clone(&self.engine);
         if let To::WorkQueue | To::Alone = self.to.to {
-            drop(slot.take());
             engine.until_quiet().await;
         }
-        let mut trouble = Trouble::new(&engine, &self.job, self.owed, self.begun);
+        let begun = tried.as_ref().map_or_else(|| Begun::now(&engine), |tried| tried.begun);
+        let mut trouble = Trouble::new(&engine, &self.job, self.owed, begun);
         let (mut tries, mut alone) = (0, false);
         loop {
             let (answer, said) = match tried.take() {
-                Some(tried) => tried,
+                Some(Tried { answer, said, .. }) => (answer, said),
                 None => {
                     let slot = match slot.take() {
                         Some(slot) => slot,
@@ -219,17 +209,8 @@ impl Leaving {
 
 impl Engine {
     pub(crate) fn leaving(self: &Arc<Self>, job: Job, tag: Arc<dyn Tag>, to: Box<Move>) -> Leaving {
-        let (engine, begun, counted) = (Arc::clone(self), Begun::now(self), self.tasks.token());
-        Leaving {
-            engine,
-            job,
-            tag,
-            to,
-            begun,
-            owed: false,
-            teller: Teller::nobody(),
-            _counted: counted,
-        }
+        let (engine, counted) = (Arc::clone(self), self.tasks.token());
+        Leaving { engine, job, tag, to, owed: false, teller: Teller::nobody(), _counted: counted }
     }
 
     /// The copy for one try.
@@ -238,6 +219,7 @@ impl Engine {
         let queue = self.queue.as_str();
         let copier = Copier { work_queue: queue, user: &limits.user, frame_max: limits.frame_max };
         let (message, id, now) = (job.message(), job.id(), self.now());
+        let mut story = None;
         let reason = match to.onward(now) {
             Ok((lane, due)) => {
                 let delay_ms = lane.as_ref().map(|lane| lane.delay_ms);
@@ -248,7 +230,8 @@ impl Engine {
                         return (Box::new(copy), said);
                     }
                     Err(TooLarge) => {
-                        to.story.stay_on_level_of(job.story());
+                        // Of this try only: over another connection the next one may fit.
+                        story.insert(to.story.clone()).stay_on_level_of(job.story());
                         BuriedReason::TooLarge
                     }
                 }
@@ -257,7 +240,8 @@ impl Engine {
         };
         let queue = &self.rules().topology.buried().name.clone();
         let what = (reason, now, self.worker());
-        let (copy, reason) = copier.burial(message, id, to.story.clone(), queue, what);
+        let story = story.unwrap_or_else(|| to.story.clone());
+        let (copy, reason) = copier.burial(message, id, story, queue, what);
         let said = Said { queue: Arc::clone(&copy.queue), went: Err(reason) };
         (Box::new(copy), said)
     }

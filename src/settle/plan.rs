@@ -123,32 +123,30 @@ impl Move {
     /// What to say of a job that is due then, or buried; and what became of it.
     pub(super) fn said(self, job: Job, went: Result<SystemTime, BuriedReason>) -> (Event, Settled) {
         let Self { to, kind, error, .. } = self;
-        let (due, to) = match (went, to) {
-            (Ok(due), to) => (due, to),
-            (Err(reason), _) => return (Event::Buried { job, reason, error }, Settled::Buried),
-        };
         let delay = |lane: &Lane| Duration::from_millis(lane.delay_ms);
-        match to {
-            To::Level { level, lane } => {
+        match (to, went) {
+            (_, Err(reason)) | (To::Buried(reason), _) => {
+                (Event::Buried { job, reason, error }, Settled::Buried)
+            }
+            (To::Level { level, lane }, Ok(due)) => {
                 let settled = Settled::Retried { level, due };
                 (Event::Retried { job, level, delay: delay(&lane), due, kind, error }, settled)
             }
-            To::Busy { in_a_row, lane } => {
+            (To::Busy { in_a_row, lane }, Ok(due)) => {
                 let why = Postponed::Busy { in_a_row };
                 let event = Event::Postponed { job, delay: delay(&lane), due, why };
                 (event, Settled::Postponed { due })
             }
-            To::Hop { lane } => {
+            (To::Hop { lane }, Ok(due)) => {
                 let why = Postponed::NotDue;
                 let event = Event::Postponed { job, delay: delay(&lane), due, why };
                 (event, Settled::Postponed { due })
             }
-            To::WorkQueue => (Event::Returned { job, error }, Settled::Returned),
-            To::Alone => {
+            (To::WorkQueue, Ok(_)) => (Event::Returned { job, error }, Settled::Returned),
+            (To::Alone, Ok(_)) => {
                 let crashes = job.story().crash_count;
                 (Event::Suspected { job, crashes }, Settled::Returned)
             }
-            To::Buried(reason) => (Event::Buried { job, reason, error }, Settled::Buried),
         }
     }
 }

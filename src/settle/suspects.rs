@@ -169,7 +169,7 @@ impl Engine {
             self.give_back(&job, &*tag).await;
             return;
         };
-        self.leaving(job, tag, to).go();
+        self.leaving(job, tag, to).go(());
     }
 
     /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to

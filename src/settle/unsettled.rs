@@ -91,17 +91,31 @@ impl UnsettledJob {
     /// None today. A dead channel is no error: the broker delivers the job again, and the receipt
     /// says [`Settled::Stale`].
     pub async fn settle<E: Into<anyhow::Error>>(
-        mut self,
+        self,
         result: Result<(), E>,
     ) -> Result<Receipt, Error> {
-        let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
-        let result = result.map_err(Into::into);
-        let under = (&*self.rules, self.epoch);
-        let (receipt, accepting) = self.engine.settle(self.job.clone(), tag, under, result);
-        if let Some(accepting) = accepting {
-            accepting.accepted().await;
+        let (receipt, teller) = Receipt::new();
+        let (held, accepted) = result.is_err().then(oneshot::channel::<()>).unzip();
+        self.settle_keeping(result.map_err(Into::into), teller, held);
+        if let Some(accepted) = accepted {
+            // Nothing is ever sent.
+            let _ = accepted.await;
         }
         Ok(receipt)
+    }
+
+    /// The same without a wait: what is held is let go of when the outcome is accepted.
+    pub(crate) fn settle_keeping(
+        mut self,
+        result: Result<(), anyhow::Error>,
+        teller: Teller,
+        held: impl Send + 'static,
+    ) {
+        let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
+        let under = (&*self.rules, self.epoch);
+        if let Some(leaving) = self.engine.settle(self.job.clone(), tag, under, result, teller) {
+            leaving.go(held);
+        }
     }
 
     /// Gives back a job whose handler was not called, for the consumer pauses.

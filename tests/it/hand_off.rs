@@ -309,6 +309,43 @@ async fn settle_returns_before_the_confirm_and_its_receipt_after() {
     assert!((&mut receipt).now_or_never().is_none(), "the broker has it, but did not say so");
 }
 
+/// As in a loop that runs many settles at a time, and waits for a receipt meanwhile.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_settle_that_is_not_polled_keeps_no_slot_from_others() {
+    let scene = Scene::new().await;
+    let ids = scene.fill(4).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let settings = scene.settings().hand_offs(1).confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 4).await;
+    let mut jobs = Vec::new();
+    for _ in 0..4 {
+        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        jobs.push(job);
+    }
+    let mut settling = jobs.into_iter().map(|job| Box::pin(job.settle(Err(anyhow!("no")))));
+    // From then on the way is open.
+    let first = within("settle", settling.next().unwrap()).await.unwrap();
+    within("its receipt", first.into_future()).await;
+
+    publishing.swallow_confirms(true);
+    let in_flight = within("settle", settling.next().unwrap()).await.unwrap();
+    let mut waiting: Vec<_> = settling.collect();
+    for settle in &mut waiting {
+        assert!(settle.now_or_never().is_none(), "the only slot is taken");
+    }
+    eventually("one is in flight", PATIENCE, async || publishing.confirms_swallowed() == 1).await;
+    publishing.swallow_confirms(false);
+    publishing.cut().await;
+    within("its receipt", in_flight.into_future()).await;
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
+    within("close", retry.close()).await.unwrap();
+    for settle in waiting {
+        assert!(settle.now_or_never().is_some(), "accepted meanwhile");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for_a_slot() {
     let scene = Scene::new().await;

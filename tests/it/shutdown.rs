@@ -5,7 +5,7 @@ use crate::support::{
 };
 use anyhow::anyhow;
 use lapin::options::BasicAckOptions;
-use lapin_retry::{ErrorKind, Event, Handle, Job, Retry, RetryConsumer};
+use lapin_retry::{ErrorKind, Event, Handle, Job, Retry, RetryConsumer, Settled};
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex},
@@ -75,6 +75,37 @@ async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_l
     }
     assert_eq!(scene.journal.handed_off(), BTreeSet::new());
     assert!(scene.journal.undecided() <= tries + 4);
+}
+
+/// Whoever waits for a receipt does not wait for the confirm of a broker that is silent.
+#[tokio::test(flavor = "multi_thread")]
+async fn close_gives_up_on_a_first_try_and_says_so() {
+    let scene = Scene::new().await;
+    scene.fill(2).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(300));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 2).await;
+    let mut receipts = Vec::new();
+    for _ in 0..2 {
+        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        receipts.push(within("settle", job.settle(Err(anyhow!("no")))).await.unwrap());
+        // The first goes through, so that the way is open for the second.
+        eventually("it is in the lane", PATIENCE, async || scene.journal.handed_off().len() == 1)
+            .await;
+        publishing.swallow_confirms(true);
+    }
+    let second = receipts.pop().unwrap();
+    let closed = tokio::time::timeout(Duration::from_secs(60), retry.close()).await;
+    assert_eq!(closed.expect("25 s").expect_err("no confirm").kind(), ErrorKind::Closed);
+    let settled = within("its receipt", second.into_future()).await;
+    assert_eq!(settled, Settled::Stale);
+    // A confirm that comes now changes nothing of that.
+    publishing.swallow_confirms(false);
+    channel.close(200, "done".into()).await.unwrap();
+    scene.holds("work", 1).await;
+    assert_eq!(scene.journal.count(|event| matches!(event, Event::Stale { .. })), 1);
 }
 
 /// A consumer whose handlers wait at a gate, and which jobs were begun.
