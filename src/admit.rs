@@ -29,19 +29,19 @@ impl Engine {
         }
         // Its handler has run: all that is left to do is what was decided then.
         if let Some(to) = self.owed(&job) {
-            self.leaving(job, tag, to).owed().go(());
+            self.leaving(job, tag, to).owed().go();
             return None;
         }
         if suspicion == Suspicion::Count {
             let to = self.count_crash(&job);
-            self.leaving(job, tag, to).go(());
+            self.leaving(job, tag, to).go();
             return None;
         }
         let due = match rules.on_arrival(&job, now) {
             Arrival::Run => None,
             Arrival::RunAfter(left) => Some(Instant::now() + left),
             Arrival::Move(to) => {
-                self.leaving(job, tag, to).go(());
+                self.leaving(job, tag, to).go();
                 return None;
             }
         };

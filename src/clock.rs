@@ -27,6 +27,12 @@ impl Clock {
     }
 }
 
+/// A wait beyond what the clock can hold is as good as a century.
+pub(crate) fn later(from: Instant, wait: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    from.checked_add(wait).unwrap_or(from + CENTURY)
+}
+
 /// Waits between tries at something the broker does not do: doubling, with full jitter.
 ///
 /// Wait n is uniform in `0..min(max, first * 2^n)` ("full jitter" of the AWS Architecture Blog,

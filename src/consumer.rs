@@ -212,8 +212,8 @@ impl Builder {
     /// How many handlers run at a time. Default: as many as are prefetched.
     ///
     /// More than the prefetch makes no sense: the broker sends no more jobs than that. A handler
-    /// that failed keeps its place until a hand-off slot is free for its job, see
-    /// [`Settings::hand_offs`].
+    /// that failed keeps its place until its job's turn for a hand-off has come, see
+    /// [`Settings::hand_offs`]; not after an outage.
     pub fn concurrency(mut self, handlers: usize) -> Self {
         self.concurrency = Some(handlers);
         self
@@ -390,8 +390,9 @@ impl Handle {
     /// [`Reconnect`].
     ///
     /// # Errors
-    /// The kind of the last error: it gave up to start over. [`ErrorKind::Closed`]: some hand-offs or acks did not succeed in time, so that the broker
-    /// delivers their jobs again; or the consumer's task was ended by its runtime.
+    /// The kind of the last error: it gave up to start over. [`ErrorKind::Closed`]: some hand-offs or
+    /// acks did not succeed in time, so that the broker delivers their jobs again; or the consumer's
+    /// task was ended by its runtime.
     pub async fn stopped(&self) -> Result<(), Error> {
         let mut ended = self.ended.clone();
         let how = ended.wait_for(Option::is_some).await.ok().and_then(|how| how.clone());

@@ -118,8 +118,8 @@ pub enum Event {
         /// Why.
         why: &'static str,
     },
-    /// The job's channel died before the job was settled, or the work ended while its hand-off
-    /// still failed: the broker delivers it again.
+    /// The job's channel died before the job was settled, or the work ended before its hand-off had
+    /// succeeded: the broker delivers it again. Its copy may be there all the same.
     #[non_exhaustive]
     Stale {
         /// The job.

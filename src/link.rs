@@ -55,7 +55,8 @@ pub(crate) enum Confirmed {
     Crowded(String),
 }
 
-/// Hears what the broker answered; or `None`, if nothing was tried. It must not wait or do much.
+/// Is called in any case: with what the broker answered; or with `None`, if nothing was tried. It must
+/// not wait; the most that it does is to make the copies that are published next.
 pub(crate) type Answered = Box<dyn FnOnce(Option<Confirmed>) + Send>;
 
 /// What a copy must respect.

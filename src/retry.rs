@@ -135,7 +135,7 @@ impl Retry {
         self.engine.topology()
     }
 
-    /// Waits until every ack and hand-off that was begun has come to its end, for at most 25 s.
+    /// Waits until every ack and hand-off that was begun has come to its end, for about 25 s at most.
     /// Call it before the consumer's channel is closed. It closes all clones: a delivery that comes
     /// after is an error in [`jobs`](Self::jobs) and [`accept`](Self::accept), and stays unacked.
     ///

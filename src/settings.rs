@@ -130,13 +130,15 @@ impl Settings {
         self
     }
 
-    /// How many hand-offs may be in flight at a time. Default: 64; at most 1000.
+    /// How many hand-offs may be in flight at a time, for this consumer. Default: 64; at most 1000. A job
+    /// that fails while there are as many waits in line: `settle` returns, and the place of its handler
+    /// is free, when its turn has come.
     ///
     /// The copies for a queue share a channel of the publishing connection. While a quorum queue does
     /// not answer, RabbitMQ takes 400 messages on its channel, those in flight included, and then reads
     /// nothing more from the connection (3.10 and 4.3): with more than some 300 in flight, one such queue
-    /// may hold up the copies for all others. All consumers of a [`Broker`](crate::Broker) together use
-    /// half of the channels that the broker allows a connection: 1023 by default.
+    /// may hold up the copies for all others. All consumers of a [`Broker`](crate::Broker) together use at
+    /// most half of the channels that the broker allows a connection: 1023 by default.
     #[must_use]
     pub fn hand_offs(mut self, in_flight: usize) -> Self {
         self.hand_offs = in_flight;
@@ -210,8 +212,8 @@ impl Settings {
         self
     }
 
-    /// Calls `hook` with every event, one after the other for each job, on the engine's tasks: it
-    /// must not block. More than one may be set. A panic in it harms nothing.
+    /// Calls `hook` with every event, one after the other for each job, on whatever task it happens
+    /// in: it must not block. More than one may be set. A panic in it harms nothing.
     #[must_use]
     pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
         self.observers.push(Arc::new(hook));
@@ -251,8 +253,8 @@ impl Settings {
         }
         if self.hand_offs > 1000 {
             return Err(Error::configuration(format!(
-                "hand_offs: {}; at most 1000: so many for a queue that does not answer hold up \
-                 the copies for all others",
+                "hand_offs: {}; at most 1000, and with more than 300 a queue that does not answer \
+                 may hold up the copies for all others",
                 self.hand_offs
             )));
         }

@@ -196,15 +196,14 @@ impl Engine {
             self.until_answers_are_read().await;
             return Ok(());
         }
-        let left = self.tasks.len();
         self.giving_up.cancel();
         self.handoff.close();
         let _ = tokio::time::timeout(Duration::from_secs(1), self.tasks.wait()).await;
         Err(Error::new(
             ErrorKind::Closed,
             format!(
-                "queue {:?}: {left} hand-offs or acks did not succeed within {grace:?}; their jobs \
-                 stay unacked, and the broker delivers them again",
+                "queue {:?}: some hand-offs or acks did not succeed within {grace:?}; their jobs stay \
+                 unacked, and the broker delivers them again",
                 self.queue()
             ),
         ))

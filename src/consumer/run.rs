@@ -17,6 +17,7 @@ use super::{
 };
 use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
+    clock::later,
     link::{Subscribe, Subscription},
     pause::Pace,
     policy::Suspicion,
@@ -37,10 +38,7 @@ pub(super) struct Stop {
 
 impl Stop {
     pub(super) fn within(grace: Duration) -> Self {
-        // A grace beyond what the clock can hold is as good as a century.
-        let now = Instant::now();
-        let century = Duration::from_secs(100 * 365 * 24 * 60 * 60);
-        Self { deadline: now.checked_add(grace).unwrap_or(now + century) }
+        Self { deadline: later(Instant::now(), grace) }
     }
 }
 
@@ -336,7 +334,6 @@ impl Run {
         let handler = Arc::clone(&self.handler);
         let after = self.handler_timeout;
         let cut = self.cut.clone();
-        let handling = self.handlers.token();
         async move {
             if !job.is_due() {
                 Box::pin(job.until_due()).await;
@@ -363,7 +360,7 @@ impl Run {
                     return Box::pin(job.give_back(why)).await;
                 }
             };
-            job.settle_keeping(result, Teller::nobody(), (permit, handling));
+            job.settle_keeping(result, Teller::nobody(), permit);
         }
     }
 
@@ -378,7 +375,8 @@ impl Run {
         if tokio::time::timeout_at(deadline, self.handlers.wait()).await.is_err() {
             self.cut.cancel();
         }
-        // Outcomes that wait for a hand-off slot are waited for as long as the hand-offs are.
+        // Those that were cut short give their jobs back. Outcomes that wait for a hand-off slot are waited
+        // for with the hand-offs.
         let end = deadline.max(Instant::now() + FAREWELL);
         let _ = tokio::time::timeout_at(end, self.handlers.wait()).await;
         let left = end.saturating_duration_since(Instant::now());

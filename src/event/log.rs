@@ -114,7 +114,7 @@ pub(super) fn log(queue: &str, event: &Event) {
             tracing::warn!(queue, job_id = job.id(), why, "given back");
         }
         Event::Stale { job } => {
-            tracing::info!(queue, job_id = job.id(), "channel lost; the job is delivered again");
+            tracing::info!(queue, job_id = job.id(), "not settled; the job is delivered again");
         }
         Event::Duplicated { job } => {
             tracing::warn!(

@@ -31,10 +31,6 @@ impl Slots {
         Arc::new(Self(Mutex::new(State { free, ..State::default() })))
     }
 
-    pub(super) fn free(self: &Arc<Self>) -> Option<Slot> {
-        self.lock().take().then(|| Slot(Arc::clone(self)))
-    }
-
     /// Calls with the next slot, in turn; with none if there are no more. What is called must not wait.
     pub(super) fn next(self: &Arc<Self>, takes: impl FnOnce(Option<Slot>) + Send + 'static) {
         let mut state = self.lock();
@@ -42,9 +38,12 @@ impl Slots {
             drop(state);
             return takes(None);
         }
+        if state.take() {
+            drop(state);
+            return takes(Some(Slot(Arc::clone(self))));
+        }
+        // If one is free, somebody is calling those who wait, and comes to this one, too.
         state.waiting.push_back(Box::new(takes));
-        drop(state);
-        self.call_those_who_wait();
     }
 
     /// From now on there are none.
@@ -54,7 +53,7 @@ impl Slots {
             state.is_closed = true;
             mem::take(&mut state.waiting)
         };
-        waiting.into_iter().for_each(|takes| takes(None));
+        waiting.into_iter().for_each(|takes| call(takes, None));
     }
 
     /// One after the other: who is called may give back what he got before he returns, or on another
@@ -65,14 +64,8 @@ impl Slots {
         }
         loop {
             let Some(takes) = self.lock().whose_turn() else { return };
-            let slot = Slot(Arc::clone(self));
-            // The panic has been told of, and is not to hold up those behind.
-            let _ = catch_unwind(AssertUnwindSafe(|| takes(Some(slot))));
+            call(takes, Some(Slot(Arc::clone(self))));
         }
-    }
-
-    pub(super) fn is_closed(&self) -> bool {
-        self.lock().is_closed
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -82,7 +75,7 @@ impl Slots {
 
 impl State {
     fn take(&mut self) -> bool {
-        let is_there = self.free > 0 && self.waiting.is_empty() && !self.is_closed;
+        let is_there = self.free > 0 && self.waiting.is_empty();
         self.free -= usize::from(is_there);
         is_there
     }
@@ -93,6 +86,11 @@ impl State {
         self.calling = next.is_some();
         next
     }
+}
+
+/// A panic has been told of, and is not to hold up those behind.
+fn call(takes: Takes, slot: Option<Slot>) {
+    let _ = catch_unwind(AssertUnwindSafe(|| takes(slot)));
 }
 
 impl Drop for Slot {
@@ -141,41 +139,40 @@ mod tests {
         }
     }
 
+    fn held(slots: &Arc<Slots>) -> Slot {
+        let (tell, told) = mpsc::channel();
+        slots.next(move |slot| tell.send(slot).unwrap());
+        told.recv().unwrap().unwrap()
+    }
+
     #[test]
     fn each_gets_one_in_turn_and_nobody_overtakes() {
         let (slots, taken) = (Slots::new(2), Taken::default());
-        let first = slots.free().unwrap();
-        for name in 1..=4 {
+        for name in 1..=5 {
             taken.next(&slots, name);
         }
-        assert!(slots.free().is_none());
-        drop(first);
-        assert!(slots.free().is_none(), "it is the next one's");
         assert_eq!(taken.all(), [(1, true), (2, true)]);
         assert_eq!(taken.all(), [(3, true), (4, true)]);
+        assert_eq!(taken.all(), [(5, true)]);
         assert_eq!(taken.all(), []);
-        let both = (slots.free().unwrap(), slots.free().unwrap());
-        assert!(slots.free().is_none());
-        drop(both);
+        assert_eq!(slots.lock().free, 2);
     }
 
     #[test]
     fn none_are_given_once_it_is_closed() {
         let (slots, taken) = (Slots::new(1), Taken::default());
-        let slot = slots.free().unwrap();
         taken.next(&slots, 1);
-        slots.close();
-        assert_eq!(taken.all(), [(1, false)]);
-        drop(slot);
-        assert!(slots.free().is_none());
         taken.next(&slots, 2);
-        assert_eq!(taken.all(), [(2, false)]);
+        slots.close();
+        assert_eq!(taken.all(), [(1, true), (2, false)]);
+        taken.next(&slots, 3);
+        assert_eq!(taken.all(), [(3, false)]);
     }
 
     #[test]
     fn however_many_give_theirs_back_at_once_the_stack_stays_small() {
         let (slots, called) = (Slots::new(1), Arc::new(AtomicUsize::new(0)));
-        let slot = slots.free().unwrap();
+        let slot = held(&slots);
         for _ in 0..100_000 {
             let called = Arc::clone(&called);
             slots.next(move |slot| {
@@ -190,12 +187,12 @@ mod tests {
     #[test]
     fn one_that_panics_keeps_no_slot_from_the_next() {
         let (slots, taken) = (Slots::new(1), Taken::default());
-        let slot = slots.free().unwrap();
+        let slot = held(&slots);
         slots.next(|_slot| panic!("as it should"));
         taken.next(&slots, 1);
         drop(slot);
         assert_eq!(taken.all(), [(1, true)]);
-        assert!(slots.free().is_some());
+        assert_eq!(slots.lock().free, 1);
     }
 
     #[test]
@@ -205,9 +202,7 @@ mod tests {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..500 {
-                        let (tell, told) = mpsc::channel();
-                        slots.next(move |slot| tell.send(slot).unwrap());
-                        let slot = told.recv().unwrap();
+                        let slot = held(&slots);
                         assert!(taken.fetch_add(1, SeqCst) < 3);
                         taken.fetch_sub(1, SeqCst);
                         drop(slot);

@@ -182,9 +182,8 @@ impl Shared {
 
 impl Session {
     fn works(&self) -> bool {
-        let connected = self.connection.status().connected();
-        let connected = connected && self.carrier.as_ref().is_none_or(Carrier::works);
-        connected && !self.retired.load(Ordering::Relaxed)
+        let carries = self.carrier.as_ref().is_none_or(Carrier::works);
+        carries && self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
     }
 
     /// The channel on which copies for this queue are published, if it is open.

@@ -43,7 +43,7 @@ const FRAME_MAX: u32 = 131_072;
 const ANSWER: Duration = Duration::from_secs(30);
 /// How often who waits for an answer looks whether it can still come.
 const DEAD_CHECK: Duration = Duration::from_secs(1);
-const BUSY: &str = "all channels that publish are in use";
+const BUSY: &str = "no channel to publish on came free in time";
 
 /// One work queue's way to a broker.
 #[derive(Debug)]

@@ -32,9 +32,9 @@ use super::{
     Answered, Confirmed,
     connection::{Session, is_closed, is_refusal, refused},
 };
-use crate::{Error, ErrorKind, message::Outgoing};
+use crate::{Error, ErrorKind, clock::later, message::Outgoing};
 
-/// How long at most until it is looked again who has waited for too long.
+/// How often, at least, it is looked who has waited for too long.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub(super) const ENDED: &str = "the task that publishes has ended";
@@ -142,7 +142,7 @@ struct Order {
     tell: Tell,
 }
 
-/// Tells in any case: in the task that publishes.
+/// Tells in any case, at the latest when it is dropped.
 pub(super) struct Tell {
     pub(super) answered: Option<Answered>,
     /// Without a confirm until then it is undecided, unless the broker blocks publishers.
@@ -204,7 +204,7 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
                 // Sent as an alarm began, they are answered when it is over. Until then there is no
                 // other way to publish.
                 let (now, blocked) = (Instant::now(), connection.blocked());
-                for mut tell in waiting.overdue(now, |tell: &Tell| blocked.then_some(now + tell.timeout)) {
+                for mut tell in waiting.overdue(now, |tell: &Tell| blocked.then_some(later(now, tell.timeout))) {
                     let why = format!("no confirm within {:?}", tell.timeout);
                     tell.tell(Confirmed::Undecided(tell.session.number, why));
                 }
@@ -214,7 +214,7 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
             order = orders.recv() => {
                 // Whoever waits has the connection, so nobody does.
                 let Some(Order { pipe, copy, tell }) = order else { return };
-                let until = Instant::now() + tell.timeout;
+                let until = later(Instant::now(), tell.timeout);
                 if until < look.deadline() {
                     look.as_mut().reset(until);
                 }

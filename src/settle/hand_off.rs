@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     BuriedReason, Event, Job,
-    handoff::{Slot, Told},
+    handoff::{FirstTry, Slot},
     link::{Confirmed, Tag},
     message::{Copier, Outgoing, TooLarge},
     topology::about_permissions,
@@ -32,16 +32,25 @@ pub(crate) struct Leaving {
 }
 
 /// Where a copy goes, and when it is due there; or why it is a burial.
-pub(super) struct Said {
+pub(super) struct Destination {
     pub(super) queue: Arc<str>,
-    pub(super) went: Result<SystemTime, BuriedReason>,
+    pub(super) due: Result<SystemTime, BuriedReason>,
 }
 
 /// A try that was made.
 struct Tried {
     answer: Confirmed,
-    said: Said,
+    destination: Destination,
     begun: Begun,
+}
+
+/// What a hand-off in a task begins with.
+enum Begin {
+    /// A wait for what must not be in its way.
+    Quiet,
+    Slot(Slot),
+    /// What to do about a try.
+    Tried(Tried),
 }
 
 impl Leaving {
@@ -53,16 +62,16 @@ impl Leaving {
         Self { owed: true, ..self }
     }
 
+    pub(crate) fn go(self) {
+        self.go_holding(());
+    }
+
     /// Sets it on its way, in its turn. What is held is let go of when that has come.
-    pub(crate) fn go(self, held: impl Send + 'static) {
+    pub(crate) fn go_holding(self, held: impl Send + 'static) {
         if let To::WorkQueue | To::Alone = self.to.to {
-            // It waits for something else first.
-            return self.by_itself(None, None);
+            return self.by_itself(Begin::Quiet);
         }
         let engine = Arc::clone(&self.engine);
-        if let Some(slot) = engine.handoff.free_slot() {
-            return self.start(slot);
-        }
         engine.handoff.next_slot(|slot| {
             match slot {
                 Some(slot) => self.start(slot),
@@ -76,89 +85,50 @@ impl Leaving {
     fn start(mut self, slot: Slot) {
         let engine = Arc::clone(&self.engine);
         if !self.tag.usable() {
-            return self.by_itself(Some(slot), None);
+            return self.gives_up();
         }
         let begun = Begun::now(&engine);
-        let (copy, said) = engine.copy(&self.job, &mut self.to);
-        if !engine.is_made(&said.queue) {
-            return self.by_itself(Some(slot), None);
+        let (copy, destination) = engine.copy(&self.job, &mut self.to);
+        if !engine.is_made(&destination.queue) {
+            return self.by_itself(Begin::Slot(slot));
         }
-        engine.handoff.publish_at_once(copy, slot, move |told| match told {
-            Told::Answer(Confirmed::Yes) => self.confirmed(said),
-            Told::Answer(answer) => self.by_itself(None, Some(Tried { answer, said, begun })),
-            Told::NotNow(slot) => self.by_itself(Some(slot), None),
-            // The original is not acked, so nothing is lost.
-            Told::TooLate => self.gives_up(),
+        engine.handoff.publish_at_once(copy, slot, move |heard| match heard {
+            FirstTry::Answer(Confirmed::Yes) => self.confirmed(destination),
+            FirstTry::Answer(answer) => {
+                self.by_itself(Begin::Tried(Tried { answer, destination, begun }));
+            }
+            FirstTry::NotNow(slot) => self.by_itself(Begin::Slot(slot)),
+            FirstTry::TooLate => self.gives_up(),
         });
     }
 
-    fn by_itself(self, slot: Option<Slot>, tried: Option<Tried>) {
-        let engine = Arc::clone(&self.engine);
-        engine.spawn(self.hand_off(slot, tried));
+    fn by_itself(self, begin: Begin) {
+        // Not among the engine's tasks: it is counted already.
+        let runtime = self.engine.runtime.clone();
+        runtime.spawn(self.hand_off(begin));
     }
 
-    /// Try after try, beginning with one that was made before.
-    async fn hand_off(mut self, mut slot: Option<Slot>, mut tried: Option<Tried>) {
+    /// Try after try.
+    async fn hand_off(mut self, begin: Begin) {
         let engine = Arc::clone(&self.engine);
-        if let To::WorkQueue | To::Alone = self.to.to {
-            engine.until_quiet().await;
-        }
-        let begun = tried.as_ref().map_or_else(|| Begun::now(&engine), |tried| tried.begun);
-        let mut trouble = Trouble::new(&engine, &self.job, self.owed, begun);
-        let (mut tries, mut alone) = (0, false);
+        let mut tried = match begin {
+            Begin::Quiet => {
+                engine.until_quiet().await;
+                self.one_try(None, false).await
+            }
+            Begin::Slot(slot) => self.one_try(Some(slot), false).await,
+            Begin::Tried(tried) => Some(tried),
+        };
+        let (mut trouble, mut tries, mut alone) = (None, 0, false);
         loop {
-            let (answer, said) = match tried.take() {
-                Some(Tried { answer, said, .. }) => (answer, said),
-                None => {
-                    let slot = match slot.take() {
-                        Some(slot) => slot,
-                        None => match engine.handoff.slot().await {
-                            Some(slot) => slot,
-                            None => return self.gives_up(),
-                        },
-                    };
-                    // The broker delivers it again, so a copy would be one too many.
-                    if !self.tag.usable() {
-                        if self.owed {
-                            engine.still_owed(&self.job, self.to);
-                        }
-                        return self.teller.tell(engine.given_up(&self.job));
-                    }
-                    let (copy, said) = engine.copy(&self.job, &mut self.to);
-                    match engine.make_on_first_use(&said.queue).await {
-                        Ok(()) => tokio::select! {
-                            biased;
-                            answer = engine.handoff.publish(copy, slot, alone) => (answer, said),
-                            // The original is not acked, so nothing is lost.
-                            () = engine.giving_up.cancelled() => return self.gives_up(),
-                        },
-                        Err(error) => {
-                            drop(slot);
-                            (Confirmed::NotSent(error), said)
-                        }
-                    }
-                }
-            };
-            let queue = said.queue.to_string();
+            let Some(Tried { answer, destination, begun }) = tried else { return self.gives_up() };
+            let queue = destination.queue.to_string();
             let crowded = matches!(answer, Confirmed::Crowded(_));
-            let (why, undecided) = match answer {
-                Confirmed::Yes => return self.confirmed(said),
-                Confirmed::Returned(why) => {
-                    (engine.declare_again(self.to.lane(), &queue, &why).await, false)
-                }
-                Confirmed::Nacked => {
-                    ("the queue refused it: it is full, or not there".into(), false)
-                }
-                Confirmed::NotSent(error) => {
-                    (about_permissions(error, &engine.queue()).to_string(), false)
-                }
-                Confirmed::Undecided(connection, why) => {
-                    // Nothing is published again through a connection that left it undecided.
-                    engine.link.retire(connection);
-                    (why, true)
-                }
-                Confirmed::Crowded(why) => (why, true),
+            let Some((why, undecided)) = self.why_not(answer, &queue).await else {
+                return self.confirmed(destination);
             };
+            let trouble =
+                trouble.get_or_insert_with(|| Trouble::new(&engine, &self.job, self.owed, begun));
             tries += 1;
             engine.emit(&Event::HandOffFailed {
                 job: self.job.clone(),
@@ -168,13 +138,11 @@ impl Leaving {
                 tries,
                 stuck: trouble.is_stuck(),
             });
-            if crowded {
-                // No reason to wait: alone it is told what becomes of it.
-                alone = true;
-                continue;
-            }
-            match trouble.next(&queue, &why).await {
-                Next::Try => {}
+            // Alone it is told what becomes of it, so there is no reason to wait.
+            alone |= crowded;
+            let next = if crowded { Next::Try } else { trouble.next(&queue, &why).await };
+            match next {
+                Next::Try => tried = self.one_try(None, alone).await,
                 Next::GiveBack => {
                     let to = (self.to, queue, why.as_str());
                     let settled = engine.give_back_owed(&self.job, &*self.tag, to).await;
@@ -185,24 +153,76 @@ impl Leaving {
         }
     }
 
+    /// None if the work ends, or if the broker delivers the job again, so that a copy would be one too
+    /// many.
+    async fn one_try(&mut self, slot: Option<Slot>, alone: bool) -> Option<Tried> {
+        let engine = Arc::clone(&self.engine);
+        let slot = match slot {
+            Some(slot) => slot,
+            None => engine.handoff.slot().await?,
+        };
+        if !self.tag.usable() {
+            return None;
+        }
+        let begun = Begun::now(&engine);
+        let (copy, destination) = engine.copy(&self.job, &mut self.to);
+        let answering = async {
+            match engine.make_on_first_use(&destination.queue).await {
+                Ok(()) => engine.handoff.publish(copy, slot, alone).await,
+                Err(error) => Confirmed::NotSent(error),
+            }
+        };
+        let answer = tokio::select! {
+            biased;
+            answer = answering => answer,
+            () = engine.giving_up.cancelled() => return None,
+        };
+        Some(Tried { answer, destination, begun })
+    }
+
+    /// Why the copy is not safe, and whether the broker may have it all the same. None if it is.
+    async fn why_not(&self, answer: Confirmed, queue: &str) -> Option<(String, bool)> {
+        let engine = &self.engine;
+        Some(match answer {
+            Confirmed::Yes => return None,
+            Confirmed::Returned(why) => {
+                (engine.declare_again(self.to.lane(), queue, &why).await, false)
+            }
+            Confirmed::Nacked => ("the queue refused it: it is full, or not there".into(), false),
+            Confirmed::NotSent(error) => {
+                (about_permissions(error, &engine.queue()).to_string(), false)
+            }
+            Confirmed::Undecided(connection, why) => {
+                // Nothing is published again through a connection that left it undecided.
+                engine.link.retire(connection);
+                (why, true)
+            }
+            Confirmed::Crowded(why) => (why, true),
+        })
+    }
+
     /// The copy is safe. From here on there is never a reason to publish again: without an ack the
     /// job will be seen again.
-    fn confirmed(self, said: Said) {
+    fn confirmed(self, destination: Destination) {
         let Self { engine, job, tag, to, teller, _counted: counted, .. } = self;
         let by = Arc::clone(&engine);
         engine.ack_and_tell(tag, move |acked| {
             if !acked {
                 by.emit(&Event::Duplicated { job: job.clone() });
             }
-            let (event, settled) = to.said(job, said.went);
+            let (event, settled) = to.said(job, destination.due);
             by.emit(&event);
-            by.reached(&said.queue);
+            by.reached(&destination.queue);
             teller.tell(settled);
             drop(counted);
         });
     }
 
+    /// The original is not acked, so nothing is lost: the broker delivers it again.
     fn gives_up(self) {
+        if self.owed && !self.tag.usable() {
+            self.engine.still_owed(&self.job, self.to);
+        }
         self.teller.tell(self.engine.given_up(&self.job));
     }
 }
@@ -214,35 +234,34 @@ impl Engine {
     }
 
     /// The copy for one try.
-    pub(super) fn copy(&self, job: &Job, to: &mut Move) -> (Box<Outgoing>, Said) {
+    pub(super) fn copy(&self, job: &Job, to: &mut Move) -> (Box<Outgoing>, Destination) {
         let limits = self.link.limits();
         let queue = self.queue.as_str();
         let copier = Copier { work_queue: queue, user: &limits.user, frame_max: limits.frame_max };
         let (message, id, now) = (job.message(), job.id(), self.now());
-        let mut story = None;
-        let reason = match to.onward(now) {
+        let (reason, story) = match to.onward(now) {
             Ok((lane, due)) => {
                 let delay_ms = lane.as_ref().map(|lane| lane.delay_ms);
                 let queue = lane.as_ref().map_or(queue, |lane| &lane.queue.name);
                 match copier.onward(message, id, &mut to.story, queue, delay_ms) {
                     Ok(copy) => {
-                        let said = Said { queue: Arc::clone(&copy.queue), went: Ok(due) };
-                        return (Box::new(copy), said);
+                        let queue = Arc::clone(&copy.queue);
+                        return (Box::new(copy), Destination { queue, due: Ok(due) });
                     }
                     Err(TooLarge) => {
                         // Of this try only: over another connection the next one may fit.
-                        story.insert(to.story.clone()).stay_on_level_of(job.story());
-                        BuriedReason::TooLarge
+                        let mut story = to.story.clone();
+                        story.stay_on_level_of(job.story());
+                        (BuriedReason::TooLarge, story)
                     }
                 }
             }
-            Err(reason) => reason,
+            Err(reason) => (reason, to.story.clone()),
         };
         let queue = &self.rules().topology.buried().name.clone();
         let what = (reason, now, self.worker());
-        let story = story.unwrap_or_else(|| to.story.clone());
         let (copy, reason) = copier.burial(message, id, story, queue, what);
-        let said = Said { queue: Arc::clone(&copy.queue), went: Err(reason) };
-        (Box::new(copy), said)
+        let queue = Arc::clone(&copy.queue);
+        (Box::new(copy), Destination { queue, due: Err(reason) })
     }
 }

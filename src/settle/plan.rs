@@ -121,10 +121,10 @@ impl Move {
     }
 
     /// What to say of a job that is due then, or buried; and what became of it.
-    pub(super) fn said(self, job: Job, went: Result<SystemTime, BuriedReason>) -> (Event, Settled) {
+    pub(super) fn said(self, job: Job, due: Result<SystemTime, BuriedReason>) -> (Event, Settled) {
         let Self { to, kind, error, .. } = self;
         let delay = |lane: &Lane| Duration::from_millis(lane.delay_ms);
-        match (to, went) {
+        match (to, due) {
             (_, Err(reason)) | (To::Buried(reason), _) => {
                 (Event::Buried { job, reason, error }, Settled::Buried)
             }

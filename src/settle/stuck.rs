@@ -8,7 +8,7 @@ use tokio::time::Instant;
 use super::{Engine, Settled, key::Key, plan::Move};
 use crate::{
     ErrorKind, Event, Job, PauseKind,
-    clock::Backoff,
+    clock::{Backoff, later},
     handoff::HandOff,
     link::{Confirmed, Tag},
     pause::Epoch,
@@ -58,7 +58,7 @@ impl<'a> Trouble<'a> {
         Self {
             engine,
             stuck_from: begun.at + bound,
-            held_until: job.received() + settings.hold,
+            held_until: later(job.received(), settings.hold),
             backoff: HandOff::backoff(),
             stuck: None,
             tried_in: begun.epoch,
@@ -224,9 +224,10 @@ impl Engine {
 
     /// Alone, so that no other copy leaves it undecided.
     async fn copy_back(&self, job: &Job) -> bool {
-        let (copy, said) = self.copy(job, &mut Move::return_unrun(job, self.now()));
+        let (copy, destination) = self.copy(job, &mut Move::return_unrun(job, self.now()));
         let Some(slot) = self.handoff.slot().await else { return false };
-        said.went.is_ok() && matches!(self.handoff.publish(copy, slot, true).await, Confirmed::Yes)
+        destination.due.is_ok()
+            && matches!(self.handoff.publish(copy, slot, true).await, Confirmed::Yes)
     }
 
     /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the

@@ -169,7 +169,7 @@ impl Engine {
             self.give_back(&job, &*tag).await;
             return;
         };
-        self.leaving(job, tag, to).go(());
+        self.leaving(job, tag, to).go();
     }
 
     /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to
@@ -188,7 +188,7 @@ impl Engine {
         };
         let mut to = unrun.then(|| Box::new(Move::return_unrun(job, self.now())))?;
         // Not if it would not fit, for it has done nothing to be buried.
-        self.copy(job, &mut to).1.went.is_ok().then_some(to)
+        self.copy(job, &mut to).1.due.is_ok().then_some(to)
     }
 
     /// Where a suspect goes before it is run.

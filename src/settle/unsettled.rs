@@ -82,9 +82,9 @@ impl UnsettledJob {
 
     /// Acks the job after a success; after an error sends it to its next level, or buries it.
     ///
-    /// Returns when the outcome is accepted: at once for a success, after a free hand-off slot for
-    /// a failure, so that a loop that settles one job after the other still has many hand-offs in
-    /// flight. The broker's confirm and the ack follow by themselves; await the [`Receipt`] to
+    /// Returns when the outcome is accepted: at once for a success or an outage, for another failure
+    /// when its turn for a hand-off has come ([`Settings::hand_offs`](crate::Settings::hand_offs)), so
+    /// that a loop that settles one job after the other still has many hand-offs in flight. The broker's confirm and the ack follow by themselves; await the [`Receipt`] to
     /// hear of them.
     ///
     /// # Errors
@@ -114,7 +114,7 @@ impl UnsettledJob {
         let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
         let under = (&*self.rules, self.epoch);
         if let Some(leaving) = self.engine.settle(self.job.clone(), tag, under, result, teller) {
-            leaving.go(held);
+            leaving.go_holding(held);
         }
     }
 
@@ -190,8 +190,8 @@ pub enum Settled {
     Returned,
     /// It is in the buried queue.
     Buried,
-    /// Its channel died, or its hand-off failed until it had to be given back or the work ended: the
-    /// broker delivers it again.
+    /// Its channel died, or its hand-off had not succeeded when it had to be given back or the work
+    /// ended: the broker delivers it again. Its copy may be there all the same.
     Stale,
 }
 

@@ -309,6 +309,22 @@ async fn settle_returns_before_the_confirm_and_its_receipt_after() {
     assert!((&mut receipt).now_or_never().is_none(), "the broker has it, but did not say so");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_confirm_timeout_beyond_what_the_clock_can_hold_is_none() {
+    let scene = Scene::new().await;
+    let ids = scene.fill(3).await;
+    let settings = scene.settings().confirm_timeout(Duration::MAX);
+    let retry = Retry::attach(scene.url(), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 3).await;
+    for _ in 0..3 {
+        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let receipt = within("settle", job.settle(Err(anyhow!("no")))).await.unwrap();
+        within("its receipt", receipt.into_future()).await;
+    }
+    assert_eq!(scene.journal.handed_off(), ids);
+}
+
 /// As in a loop that runs many settles at a time, and waits for a receipt meanwhile.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_settle_that_is_not_polled_keeps_no_slot_from_others() {

@@ -4,8 +4,9 @@ use crate::support::{
     LANE, PATIENCE, Proxy, Scene, broker_addr, consume, eventually, next, settle_all, within,
 };
 use anyhow::anyhow;
+use futures_util::FutureExt;
 use lapin::options::BasicAckOptions;
-use lapin_retry::{ErrorKind, Event, Handle, Job, Retry, RetryConsumer, Settled};
+use lapin_retry::{ErrorKind, Event, Handle, Job, Retry, RetryConsumer, Settled, busy};
 use std::{
     collections::BTreeSet,
     sync::{Arc, Mutex},
@@ -106,6 +107,26 @@ async fn close_gives_up_on_a_first_try_and_says_so() {
     channel.close(200, "done".into()).await.unwrap();
     scene.holds("work", 1).await;
     assert_eq!(scene.journal.count(|event| matches!(event, Event::Stale { .. })), 1);
+}
+
+/// The ladder for busy jobs is made by the first of them, and a broker that is silent makes nothing.
+#[tokio::test(flavor = "multi_thread")]
+async fn close_gives_up_while_a_queue_is_being_made() {
+    let scene = Scene::new().await;
+    scene.fill(1).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let retry =
+        Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 1).await;
+    let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+    publishing.stall(true);
+    let receipt = within("settle", job.settle(Err(busy(anyhow!("taken"))))).await.unwrap();
+    let closed = tokio::time::timeout(Duration::from_secs(60), retry.close()).await;
+    assert_eq!(closed.expect("25 s").expect_err("nothing is made").kind(), ErrorKind::Closed);
+    assert_eq!(receipt.into_future().now_or_never(), Some(Settled::Stale));
+    channel.close(200, "done".into()).await.unwrap();
+    scene.holds("work", 1).await;
 }
 
 /// A consumer whose handlers wait at a gate, and which jobs were begun.
