@@ -265,12 +265,13 @@ impl Stream for Events {
 
 pub(crate) type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 
-/// Tells the log and the hooks. A hook that panics harms nothing.
+/// Tells the log and the hooks. One that panics harms nothing.
 pub(crate) fn emit(queue: &str, observers: &[Observer], event: &Event) {
-    log::log(queue, event);
+    let catch = |told: &dyn Fn()| catch_unwind(AssertUnwindSafe(told)).is_ok();
+    catch(&|| log::log(queue, event));
     for observer in observers {
-        if catch_unwind(AssertUnwindSafe(|| observer(event))).is_err() {
-            tracing::error!(queue, "an event hook panicked; the job is not affected");
+        if !catch(&|| observer(event)) {
+            catch(&|| tracing::error!(queue, "an event hook panicked; the job is not affected"));
         }
     }
 }
@@ -284,11 +285,30 @@ mod tests {
         Event::Ready { queue: "orders".to_owned(), queues }
     }
 
+    /// Whoever listens to the log.
+    struct Listener;
+
+    impl tracing::Subscriber for Listener {
+        fn enabled(&self, _: &tracing::Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &tracing::span::Attributes<'_>) -> tracing::span::Id {
+            tracing::span::Id::from_u64(1)
+        }
+        fn record(&self, _: &tracing::span::Id, _: &tracing::span::Record<'_>) {}
+        fn record_follows_from(&self, _: &tracing::span::Id, _: &tracing::span::Id) {}
+        fn event(&self, _: &tracing::Event<'_>) {
+            panic!("listener")
+        }
+        fn enter(&self, _: &tracing::span::Id) {}
+        fn exit(&self, _: &tracing::span::Id) {}
+    }
+
     #[test]
-    fn a_hook_that_panics_harms_no_other() {
+    fn a_hook_or_a_log_that_panics_harms_no_other() {
         let (mut events, feed) = Events::bounded(2);
         let observers: [Observer; 2] = [Arc::new(|_: &Event| panic!("hook")), Arc::new(feed)];
-        emit("orders", &observers, &ready(1));
+        tracing::subscriber::with_default(Listener, || emit("orders", &observers, &ready(1)));
         assert!(matches!(events.next().now_or_never(), Some(Some(Event::Ready { queues: 1, .. }))));
     }
 

@@ -47,9 +47,9 @@ pub(crate) enum Confirmed {
     Nacked,
     /// It does not: the copy could not be sent at all.
     NotSent(Error),
-    /// It may or may not: the answer did not come in time, or the channel died before. The number
-    /// is the publishing connection's.
-    Undecided(u64, String),
+    /// It may or may not: the answer did not come in time, or the channel died before. Nothing more is
+    /// published through that connection.
+    Undecided(String),
     /// The broker refused a copy and closed the channel. Which of those on it is not told, nor what
     /// became of the others: to be tried again alone.
     Crowded(String),
@@ -148,8 +148,6 @@ pub(crate) trait Link: Debug + Send + Sync {
     fn publish(&self, copy: Box<Outgoing>, alone: bool) -> BoxFuture<'_, Confirmed>;
     /// The same without anybody waiting for it, if the way is open.
     fn publish_at_once(&self, copy: Box<Outgoing>, answered: Answered);
-    /// Publishes no more through this connection, which left a publish undecided.
-    fn retire(&self, connection: u64);
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;
     /// Verifies that a queue is there.
     fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>>;

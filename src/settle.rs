@@ -34,7 +34,7 @@ pub(crate) use self::{
 use self::{finished::Finished, hand_off::Leaving, stuck::Owed, suspects::Custody};
 use crate::{
     Error, ErrorKind, Event, Job, Settings, Topology,
-    clock::Clock,
+    clock::{Clock, later},
     doctor::examine,
     event::emit,
     handoff::HandOff,
@@ -192,9 +192,13 @@ impl Engine {
     /// be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
-        if tokio::time::timeout(grace, self.tasks.wait()).await.is_ok() {
+        let until = later(Instant::now(), grace);
+        while tokio::time::timeout_at(until, self.tasks.wait()).await.is_ok() {
             self.until_answers_are_read().await;
-            return Ok(());
+            // What was settled meanwhile is waited for as well.
+            if self.tasks.is_empty() {
+                return Ok(());
+            }
         }
         self.giving_up.cancel();
         self.handoff.close();

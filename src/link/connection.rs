@@ -40,7 +40,6 @@ pub(super) struct Shared {
 
 #[derive(Debug)]
 struct Opening {
-    opened: u64,
     last_error: Option<Error>,
     /// However many users ask for it, a connection that cannot be opened is tried in the rhythm of
     /// one.
@@ -51,7 +50,6 @@ struct Opening {
 impl Default for Opening {
     fn default() -> Self {
         Self {
-            opened: 0,
             last_error: None,
             backoff: Backoff::new(Duration::from_millis(100), Duration::from_secs(5)),
             next_try: Instant::now(),
@@ -62,8 +60,6 @@ impl Default for Opening {
 /// One connection's life. It is closed when the last user lets go of it.
 #[derive(Debug)]
 pub(super) struct Session {
-    /// Counts the connections of one purpose.
-    pub(super) number: u64,
     pub(super) connection: Connection,
     retired: AtomicBool,
     /// The channels that publish, by queue, for all consumers together.
@@ -124,12 +120,10 @@ impl Shared {
         self.tries.fetch_add(1, Ordering::Relaxed);
         match open(broker, purpose).await {
             Ok(connection) => {
-                opening.opened += 1;
                 opening.last_error = None;
                 opening.backoff.reset();
                 let publishes = matches!(purpose, Purpose::Publishing);
                 let session = Arc::new(Session {
-                    number: opening.opened,
                     carrier: publishes.then(|| Carrier::start(&connection)),
                     connection,
                     retired: AtomicBool::new(false),
@@ -145,17 +139,6 @@ impl Shared {
                 opening.next_try = Instant::now() + opening.backoff.next(&mut rand::rng());
                 Err(error)
             }
-        }
-    }
-
-    /// Opens another connection for the next user; those who still use this one keep it. A
-    /// connection that the broker blocks is kept: the next one would be blocked as well.
-    pub(super) fn retire(&self, number: u64) {
-        if let Some(session) = lock(&self.current).as_ref()
-            && session.number == number
-            && !session.connection.status().blocked()
-        {
-            session.retired.store(true, Ordering::Relaxed);
         }
     }
 
@@ -184,6 +167,14 @@ impl Session {
     fn works(&self) -> bool {
         let carries = self.carrier.as_ref().is_none_or(Carrier::works);
         carries && self.connection.status().connected() && !self.retired.load(Ordering::Relaxed)
+    }
+
+    /// Whoever comes next opens another connection; those who still use this one keep it. One that
+    /// the broker blocks is kept: the next would be blocked as well.
+    pub(super) fn retire(&self) {
+        if !self.connection.status().blocked() {
+            self.retired.store(true, Ordering::Relaxed);
+        }
     }
 
     /// The channel on which copies for this queue are published, if it is open.

@@ -84,7 +84,7 @@ impl LapinLink {
             let channel = session.connection.create_channel().await?;
             channel.queue_declare(queue.into(), options, arguments).await
         };
-        let declared = in_time(declared, what, shared, &session).await?;
+        let declared = in_time(declared, what, &session).await?;
         declared.map(drop).map_err(|error| refused(&error, what))
     }
 
@@ -116,7 +116,7 @@ impl LapinLink {
         if session.publish(pipe, copy, self.confirm_timeout, answered).is_err() {
             return not_sent(&queue, ENDED);
         }
-        told.await.ok().flatten().unwrap_or_else(|| undecided(session.number))
+        told.await.ok().flatten().unwrap_or_else(undecided)
     }
 
     /// A channel to publish on, opened if there is none; or why there is none.
@@ -132,7 +132,7 @@ impl LapinLink {
             Ok(Ok(None)) => Err(BUSY.to_owned()),
             Ok(Err(error)) => Err(error.to_string()),
             Err(_) => {
-                self.retire(session.number);
+                session.retire();
                 Err("the broker opened no channel in time".to_owned())
             }
         }
@@ -163,10 +163,6 @@ impl Link for LapinLink {
         if let Err(answered) = session.publish(pipe, copy, self.confirm_timeout, answered) {
             answered(None);
         }
-    }
-
-    fn retire(&self, connection: u64) {
-        self.broker.0.publishing.retire(connection);
     }
 
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>> {
@@ -242,7 +238,6 @@ impl Link for LapinLink {
 async fn in_time<T>(
     asked: impl Future<Output = T>,
     what: &str,
-    shared: &Shared,
     session: &Session,
 ) -> Result<T, Error> {
     let mut asked = pin!(asked);
@@ -260,7 +255,7 @@ async fn in_time<T>(
         } else {
             continue;
         };
-        shared.retire(session.number);
+        session.retire();
         return Err(Error::new(ErrorKind::Connection, format!("{what}: {why}")));
     }
 }
@@ -299,8 +294,7 @@ async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscr
     let queue = how.queue.clone();
     let failed = move |error| not_consuming(&error, &queue, alone);
     let what = format!("consuming queue {:?}", how.queue);
-    let (channel, consumer) =
-        in_time(subscribing, &what, connection, &session).await?.map_err(&failed)?;
+    let (channel, consumer) = in_time(subscribing, &what, &session).await?.map_err(&failed)?;
     let (tag, runtime) = (consumer.tag(), Handle::current());
     let unanswered = AtomicUsize::new(0);
     let control = Arc::new(Consuming { channel, tag, session, unanswered, runtime });

@@ -153,6 +153,10 @@ pub(super) struct Tell {
 
 impl Tell {
     fn tell(&mut self, answer: Confirmed) {
+        if let Confirmed::Undecided(_) = answer {
+            // First of all: whoever hears of it goes on with other copies, and not on this connection.
+            self.session.retire();
+        }
         if let Some(answered) = self.answered.take() {
             answered(Some(answer));
         }
@@ -161,13 +165,15 @@ impl Tell {
 
 impl Drop for Tell {
     fn drop(&mut self) {
-        self.tell(undecided(self.session.number));
+        if self.answered.is_some() {
+            self.tell(undecided());
+        }
     }
 }
 
 /// Of a copy that the task had taken.
-pub(super) fn undecided(connection: u64) -> Confirmed {
-    Confirmed::Undecided(connection, ENDED.to_owned())
+pub(super) fn undecided() -> Confirmed {
+    Confirmed::Undecided(ENDED.to_owned())
 }
 
 pub(super) fn not_sent(queue: &str, why: impl fmt::Display) -> Confirmed {
@@ -206,7 +212,7 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
                 let (now, blocked) = (Instant::now(), connection.blocked());
                 for mut tell in waiting.overdue(now, |tell: &Tell| blocked.then_some(later(now, tell.timeout))) {
                     let why = format!("no confirm within {:?}", tell.timeout);
-                    tell.tell(Confirmed::Undecided(tell.session.number, why));
+                    tell.tell(Confirmed::Undecided(why));
                 }
                 let later = now + LOOK;
                 look.as_mut().reset(waiting.until().map_or(later, |until| until.min(later)));
@@ -229,7 +235,7 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
                 for (asked, landed) in heard.iter().flat_map(Pipe::judge) {
                     // Nobody waits any more if it took too long.
                     if let Some(mut tell) = waiting.take(asked.number) {
-                        tell.tell(confirmed(landed, tell.session.number, &asked.queue));
+                        tell.tell(confirmed(landed, &asked.queue));
                     }
                 }
             }
@@ -237,7 +243,7 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
     }
 }
 
-fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
+fn confirmed(landed: Landed, queue: &str) -> Confirmed {
     let what = || format!("publishing to {queue:?}");
     match landed {
         Landed::Confirmed => Confirmed::Yes,
@@ -248,7 +254,7 @@ fn confirmed(landed: Landed, connection: u64, queue: &str) -> Confirmed {
         Landed::Refused { alone: false, error } => {
             Confirmed::Crowded(refused(&error, &what()).to_string())
         }
-        Landed::Undecided(why) => Confirmed::Undecided(connection, why),
+        Landed::Undecided(why) => Confirmed::Undecided(why),
     }
 }
 

@@ -49,8 +49,8 @@ enum Begin {
     /// A wait for what must not be in its way.
     Quiet,
     Slot(Slot),
-    /// What to do about a try.
-    Tried(Tried),
+    /// What to do about a try. None if it is too late for one.
+    Tried(Option<Tried>),
 }
 
 impl Leaving {
@@ -75,17 +75,18 @@ impl Leaving {
         engine.handoff.next_slot(|slot| {
             match slot {
                 Some(slot) => self.start(slot),
-                None => self.gives_up(),
+                None => self.by_itself(Begin::Tried(None)),
             }
             drop(held);
         });
     }
 
-    /// Its first try. Of most jobs it is the only one, so it needs no task of its own.
+    /// Its first try. Of most jobs it is the only one, so it needs no task of its own. All that may take
+    /// long, as what others do at an event, is left to a task.
     fn start(mut self, slot: Slot) {
         let engine = Arc::clone(&self.engine);
         if !self.tag.usable() {
-            return self.gives_up();
+            return self.by_itself(Begin::Slot(slot));
         }
         let begun = Begun::now(&engine);
         let (copy, destination) = engine.copy(&self.job, &mut self.to);
@@ -95,10 +96,10 @@ impl Leaving {
         engine.handoff.publish_at_once(copy, slot, move |heard| match heard {
             FirstTry::Answer(Confirmed::Yes) => self.confirmed(destination),
             FirstTry::Answer(answer) => {
-                self.by_itself(Begin::Tried(Tried { answer, destination, begun }));
+                self.by_itself(Begin::Tried(Some(Tried { answer, destination, begun })));
             }
             FirstTry::NotNow(slot) => self.by_itself(Begin::Slot(slot)),
-            FirstTry::TooLate => self.gives_up(),
+            FirstTry::TooLate => self.by_itself(Begin::Tried(None)),
         });
     }
 
@@ -117,16 +118,19 @@ impl Leaving {
                 self.one_try(None, false).await
             }
             Begin::Slot(slot) => self.one_try(Some(slot), false).await,
-            Begin::Tried(tried) => Some(tried),
+            Begin::Tried(tried) => tried,
         };
         let (mut trouble, mut tries, mut alone) = (None, 0, false);
         loop {
             let Some(Tried { answer, destination, begun }) = tried else { return self.gives_up() };
             let queue = destination.queue.to_string();
             let crowded = matches!(answer, Confirmed::Crowded(_));
-            let Some((why, undecided)) = self.why_not(answer, &queue).await else {
-                return self.confirmed(destination);
+            let why_not = tokio::select! {
+                biased;
+                why_not = self.why_not(answer, &queue) => why_not,
+                () = engine.giving_up.cancelled() => return self.gives_up(),
             };
+            let Some((why, undecided)) = why_not else { return self.confirmed(destination) };
             let trouble =
                 trouble.get_or_insert_with(|| Trouble::new(&engine, &self.job, self.owed, begun));
             tries += 1;
@@ -192,12 +196,7 @@ impl Leaving {
             Confirmed::NotSent(error) => {
                 (about_permissions(error, &engine.queue()).to_string(), false)
             }
-            Confirmed::Undecided(connection, why) => {
-                // Nothing is published again through a connection that left it undecided.
-                engine.link.retire(connection);
-                (why, true)
-            }
-            Confirmed::Crowded(why) => (why, true),
+            Confirmed::Undecided(why) | Confirmed::Crowded(why) => (why, true),
         })
     }
 

@@ -98,8 +98,9 @@ impl UnsettledJob {
         let (held, accepted) = result.is_err().then(oneshot::channel::<()>).unzip();
         self.settle_keeping(result.map_err(Into::into), teller, held);
         if let Some(accepted) = accepted {
-            // Nothing is ever sent.
-            let _ = accepted.await;
+            // Nothing is ever sent. Where nothing is to be waited for it returns at once, as often as
+            // it is asked.
+            let _ = tokio::task::unconstrained(accepted).await;
         }
         Ok(receipt)
     }

@@ -10,7 +10,7 @@ use lapin::{
     BasicProperties, Confirmation,
     options::{QueueDeclareOptions, QueueDeleteOptions},
 };
-use lapin_retry::{Broker, Declare, Event, Job, Retry, RetryConsumer, reject};
+use lapin_retry::{Broker, Declare, Event, Job, Retry, RetryConsumer, UnsettledJob, reject};
 use serde_json::json;
 use std::{collections::BTreeSet, time::Duration};
 
@@ -323,6 +323,36 @@ async fn a_confirm_timeout_beyond_what_the_clock_can_hold_is_none() {
         within("its receipt", receipt.into_future()).await;
     }
     assert_eq!(scene.journal.handed_off(), ids);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn no_copy_follows_on_a_connection_that_left_one_undecided() {
+    const SLOTS: usize = 4;
+    let scene = Scene::new().await;
+    let ids = scene.fill(40).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let settings = scene.settings().hand_offs(SLOTS).confirm_timeout(Duration::from_secs(2));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 40).await;
+    let mut jobs = Vec::new();
+    for _ in 0..40 {
+        jobs.push(retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run"));
+    }
+    let first = within("settle", jobs.pop().unwrap().settle(Err(anyhow!("no")))).await.unwrap();
+    within("its receipt", first.into_future()).await;
+    publishing.freeze(Some(LANE));
+    let settle = |job: UnsettledJob| tokio::spawn(job.settle(Err(anyhow!("no"))));
+    let settling: Vec<_> = jobs.into_iter().map(settle).collect();
+    let sent = async || publishing.publishes() == 1 + SLOTS as u64;
+    eventually("the slots are taken", PATIENCE, sent).await;
+    // The channel that met it stays frozen, and another works.
+    publishing.freeze(None);
+    for settle in settling {
+        within("settle", settle).await.unwrap().unwrap();
+    }
+    eventually("all are handed off", PATIENCE, async || scene.journal.handed_off() == ids).await;
+    assert_eq!(scene.journal.undecided(), SLOTS);
 }
 
 /// As in a loop that runs many settles at a time, and waits for a receipt meanwhile.

@@ -129,6 +129,32 @@ async fn close_gives_up_while_a_queue_is_being_made() {
     scene.holds("work", 1).await;
 }
 
+/// `close` waits a little when nothing is left to do, so that answers are read.
+#[tokio::test(flavor = "multi_thread")]
+async fn close_waits_for_what_is_settled_while_it_was_about_to_end() {
+    let scene = Scene::new().await;
+    scene.fill(2).await;
+    let publishing = Proxy::start(broker_addr()).await;
+    let settings = scene.settings().confirm_timeout(Duration::from_secs(60));
+    let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
+    let channel = scene.connection.create_channel().await.unwrap();
+    let mut consumer = consume(&channel, "work", 2).await;
+    let first = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+    let second = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+    let receipt = within("settle", first.settle(Err(anyhow!("no")))).await.unwrap();
+    within("its receipt", receipt.into_future()).await;
+    publishing.swallow_confirms(true);
+    let closing = tokio::spawn(retry.close());
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let receipt = within("settle", second.settle(Err(anyhow!("no")))).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    assert!(!closing.is_finished(), "there is no confirm yet");
+    publishing.swallow_confirms(false);
+    publishing.cut().await;
+    within("close", closing).await.unwrap().unwrap();
+    assert!(matches!(receipt.into_future().now_or_never(), Some(Settled::Retried { .. })));
+}
+
 /// A consumer whose handlers wait at a gate, and which jobs were begun.
 struct Worker {
     handle: Handle,
