@@ -63,7 +63,8 @@ impl Retry {
     ///
     /// # Errors
     /// An impossible setting, a work queue that is missing, a lack of permissions, a lane that
-    /// exists with other arguments, a broker that cannot be reached. Each names the remedy.
+    /// exists with other arguments, a broker that cannot be reached. Each names the queue or the address,
+    /// and the remedy where it is not plain.
     pub async fn attach(
         broker: impl Into<Broker>,
         queue: &str,
