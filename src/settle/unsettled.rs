@@ -84,8 +84,8 @@ impl UnsettledJob {
     ///
     /// Returns when the outcome is accepted: at once for a success or an outage, for another failure
     /// when its turn for a hand-off has come ([`Settings::hand_offs`](crate::Settings::hand_offs)), so
-    /// that a loop that settles one job after the other still has many hand-offs in flight. The broker's confirm and the ack follow by themselves; await the [`Receipt`] to
-    /// hear of them.
+    /// that a loop that settles one job after the other still has many hand-offs in flight. The broker's
+    /// confirm and the ack follow by themselves; await the [`Receipt`] to hear of them.
     ///
     /// # Errors
     /// None today. A dead channel is no error: the broker delivers the job again, and the receipt

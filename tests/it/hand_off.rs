@@ -2,7 +2,7 @@
 
 use crate::support::{
     BURIED, LANE, PATIENCE, Proxy, Scene, broker_addr, connect, consume, eventually, next,
-    settle_all, try_publish, within,
+    next_job, settle_all, try_publish, within,
 };
 use anyhow::anyhow;
 use futures_util::FutureExt;
@@ -318,7 +318,7 @@ async fn a_confirm_timeout_beyond_what_the_clock_can_hold_is_none() {
     let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 3).await;
     for _ in 0..3 {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         let receipt = within("settle", job.settle(Err(anyhow!("no")))).await.unwrap();
         within("its receipt", receipt.into_future()).await;
     }
@@ -337,7 +337,7 @@ async fn no_copy_follows_on_a_connection_that_left_one_undecided() {
     let mut consumer = consume(&channel, "work", 40).await;
     let mut jobs = Vec::new();
     for _ in 0..40 {
-        jobs.push(retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run"));
+        jobs.push(next_job(&retry, &mut consumer).await);
     }
     let first = within("settle", jobs.pop().unwrap().settle(Err(anyhow!("no")))).await.unwrap();
     within("its receipt", first.into_future()).await;
@@ -367,7 +367,7 @@ async fn a_settle_that_is_not_polled_keeps_no_slot_from_others() {
     let mut consumer = consume(&channel, "work", 4).await;
     let mut jobs = Vec::new();
     for _ in 0..4 {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         jobs.push(job);
     }
     let mut settling = jobs.into_iter().map(|job| Box::pin(job.settle(Err(anyhow!("no")))));
@@ -403,7 +403,7 @@ async fn a_job_is_handed_off_although_its_settle_was_dropped_while_it_waited_for
     let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 3).await;
     for first in [true, false, false] {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         let accepted = job.settle(Err(anyhow!("no"))).now_or_never();
         assert!(accepted.is_none() || first, "the only slot is taken");
     }

@@ -1,7 +1,8 @@
 //! The end of the work: what was begun is finished, what was not is given back, nothing is lost.
 
 use crate::support::{
-    LANE, PATIENCE, Proxy, Scene, broker_addr, consume, eventually, next, settle_all, within,
+    LANE, PATIENCE, Proxy, Scene, broker_addr, consume, eventually, next, next_job, settle_all,
+    within,
 };
 use anyhow::anyhow;
 use futures_util::FutureExt;
@@ -55,7 +56,7 @@ async fn close_gives_up_on_a_hand_off_that_does_not_succeed_and_its_job_is_not_l
     let mut consumer = consume(&channel, "work", 100).await;
     let mut settling = Vec::new();
     for _ in 0..100 {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         settling.push(tokio::spawn(job.settle(Err(anyhow!("no")))));
     }
     eventually("a try failed", PATIENCE, async || scene.journal.undecided() > 0).await;
@@ -90,7 +91,7 @@ async fn close_gives_up_on_a_first_try_and_says_so() {
     let mut consumer = consume(&channel, "work", 2).await;
     let mut receipts = Vec::new();
     for _ in 0..2 {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         receipts.push(within("settle", job.settle(Err(anyhow!("no")))).await.unwrap());
         // The first goes through, so that the way is open for the second.
         eventually("it is in the lane", PATIENCE, async || scene.journal.handed_off().len() == 1)
@@ -119,7 +120,7 @@ async fn close_gives_up_while_a_queue_is_being_made() {
         Retry::attach(publishing.url(&scene.url()), "work", scene.settings()).await.unwrap();
     let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 1).await;
-    let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+    let job = next_job(&retry, &mut consumer).await;
     publishing.stall(true);
     let receipt = within("settle", job.settle(Err(busy(anyhow!("taken"))))).await.unwrap();
     let closed = tokio::time::timeout(Duration::from_secs(60), retry.close()).await;
@@ -139,8 +140,8 @@ async fn close_waits_for_what_is_settled_while_it_was_about_to_end() {
     let retry = Retry::attach(publishing.url(&scene.url()), "work", settings).await.unwrap();
     let channel = scene.connection.create_channel().await.unwrap();
     let mut consumer = consume(&channel, "work", 2).await;
-    let first = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
-    let second = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+    let first = next_job(&retry, &mut consumer).await;
+    let second = next_job(&retry, &mut consumer).await;
     let receipt = within("settle", first.settle(Err(anyhow!("no")))).await.unwrap();
     within("its receipt", receipt.into_future()).await;
     publishing.swallow_confirms(true);

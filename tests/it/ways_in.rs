@@ -2,7 +2,7 @@
 
 use crate::support::{
     BURIED, Journal, PATIENCE, Scene, WORK, connect, consume, count, declare_work_queue,
-    eventually, next, quick, table, text, within,
+    eventually, next, next_job, quick, table, text, within,
 };
 use futures_util::StreamExt;
 use lapin::{
@@ -94,7 +94,7 @@ async fn a_single_delivery_is_accepted_and_settled_in_the_same_way() {
     let mut consumer = consume(&scene.channel, WORK, 10).await;
     scene.job("1", table([]), b"").await;
     for attempt in 0..2 {
-        let job = retry.accept(next(&mut consumer).await).await.unwrap().expect("a job to run");
+        let job = next_job(&retry, &mut consumer).await;
         assert_eq!(job.retry_count(), attempt);
         let answer = settled(job, Err(anyhow::anyhow!("later"))).await;
         assert!(matches!(answer, Settled::Retried { .. }), "{answer:?}");

@@ -22,7 +22,9 @@ pub(crate) use journal::{Attempt, End, Journal, as_the_body_says, steps};
 pub(crate) use management::Management;
 pub(crate) use proxy::Proxy;
 pub(crate) use raw::{CORRELATION_ID, HEADERS, RawPublisher, raw_table, short};
-pub(crate) use scene::{BURIED, LANE, Scene, WORK, header, ours, quick, settle_all, text};
+pub(crate) use scene::{
+    BURIED, LANE, Scene, WORK, header, next_job, ours, quick, settle_all, text,
+};
 pub(crate) use vhost::{User, Vhost};
 pub(crate) use wait::{PATIENCE, eventually, next, within};
 

@@ -11,7 +11,7 @@ use lapin::{
     options::{BasicGetOptions, BasicPublishOptions},
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{Jitter, Job, QueueType, Retry, RetryPolicy, Settings};
+use lapin_retry::{Jitter, Job, QueueType, Retry, RetryPolicy, Settings, UnsettledJob};
 use serde_json::Value;
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -195,6 +195,11 @@ impl Scene {
         })
         .await
     }
+}
+
+/// The next job of a loop that takes its deliveries one by one.
+pub(crate) async fn next_job(retry: &Retry, consumer: &mut Consumer) -> UnsettledJob {
+    retry.accept(next(consumer).await).await.unwrap().expect("a job to run")
 }
 
 /// A user's own loop: settles every job of the consumer with what `handler` says, one after the
