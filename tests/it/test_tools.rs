@@ -11,6 +11,7 @@ use lapin::{
 };
 use lapin_retry::QueueType;
 use serde_json::json;
+use std::time::{Duration, Instant};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
@@ -140,6 +141,23 @@ async fn a_stalled_line_passes_nothing_until_it_flows_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_throttled_line_takes_as_long_as_its_bytes_need() {
+    let line = line().await;
+    line.proxy.throttle(Some(400_000));
+    let started = Instant::now();
+    publish(&line.channel, "", "work", BasicProperties::default(), &vec![7; 200_000]).await;
+    assert!(started.elapsed() >= Duration::from_millis(500), "{:?}", started.elapsed());
+    let (started, mut consumer) = (Instant::now(), consume(&line.channel, "work", 1).await);
+    assert_eq!(next(&mut consumer).await.data.len(), 200_000);
+    assert!(started.elapsed() >= Duration::from_millis(500), "{:?}", started.elapsed());
+    // Half a minute on the slow wire.
+    line.proxy.throttle(None);
+    let started = Instant::now();
+    publish(&line.channel, "", "work", BasicProperties::default(), &vec![7; 12_000_000]).await;
+    assert!(started.elapsed() < Duration::from_secs(20), "{:?}", started.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn cut_closes_both_sides_and_refuse_keeps_them_closed() {
     let line = line().await;
     let url = line.proxy.url(&line.vhost.url());
@@ -210,6 +228,22 @@ async fn the_management_client_sees_what_is_there() {
 
     let _consumer = consume(&line.channel, "work", 1).await;
     eventually("the consumer is listed", PATIENCE, async || api.consumers().len() == 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn looks_of_both_modes_leave_the_messages_and_mark_them() {
+    let line = line().await;
+    for _ in 0..3 {
+        publish(&line.channel, "", "work", BasicProperties::default(), b"job").await;
+    }
+    let api = line.vhost.api();
+    for mode in ["ack_requeue_true", "reject_requeue_true"] {
+        assert_eq!(api.look("work", 2, mode), Some(2));
+    }
+    assert_eq!(api.look("none", 1, "ack_requeue_true"), None);
+    assert_eq!(count(&line.channel, "work").await, 3);
+    let mut consumer = consume(&line.channel, "work", 1).await;
+    assert!(next(&mut consumer).await.redelivered);
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -98,6 +98,16 @@ impl Management {
         self.messages(queue, n, "ack_requeue_false")
     }
 
+    /// Looks at up to `n` messages as the UI's "Get messages" does, with the acknowledgement mode
+    /// `ack_requeue_true` or `reject_requeue_true`, and returns how many it saw. None if the broker
+    /// refuses, as it may just after a restart.
+    pub(crate) fn look(&self, queue: &str, n: u32, ackmode: &str) -> Option<usize> {
+        let path = format!("queues/{}/{}/get", self.vhost, encode(queue));
+        let body = json!({ "count": n, "ackmode": ackmode, "encoding": "auto" });
+        let (200, text) = self.request("POST", &path, Some(&body)).ok()? else { return None };
+        Some(serde_json::from_str::<Value>(&text).ok()?.as_array()?.len())
+    }
+
     /// Sets a policy for all queues that match `pattern`. It takes effect a moment later.
     pub(crate) fn set_policy(&self, name: &str, pattern: &str, priority: i32, definition: &Value) {
         self.put(

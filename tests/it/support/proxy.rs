@@ -19,6 +19,7 @@ use tokio::{
     },
     sync::watch,
     task::{AbortHandle, JoinSet},
+    time::Instant,
 };
 
 /// Listens on a loopback port of its own as long as this value exists. Passes every frame until told
@@ -40,6 +41,10 @@ struct Line {
     /// Bytes that may still pass; without a limit if that is 0 or less.
     bytes_left: AtomicI64,
     stall: watch::Sender<bool>,
+    /// Bytes per second in each direction, 0 for no limit.
+    rate: AtomicU64,
+    /// By direction: when the bytes that were let through so far are over a wire of that rate.
+    free_at: Mutex<[Option<Instant>; 2]>,
     linger: Mutex<Duration>,
     opened: AtomicU64,
     publishes: AtomicU64,
@@ -105,6 +110,12 @@ impl Proxy {
     /// Reads and passes nothing in either direction, with the sockets open: a dead network.
     pub(crate) fn stall(&self, on: bool) {
         self.line.stall.send_replace(on);
+    }
+
+    /// A slow wire: all connections together pass at most so many bytes per second in each direction;
+    /// `None` for no limit.
+    pub(crate) fn throttle(&self, bytes_per_second: Option<u64>) {
+        self.line.rate.store(bytes_per_second.unwrap_or(0), SeqCst);
     }
 
     /// Whoever ends without a farewell is missed by the broker only after this.
@@ -221,6 +232,7 @@ async fn pump(
             line.until_no_alarm(back).await?;
         }
         if passes(&frame, from, line, unanswered) {
+            line.until_sent(frame.len(), from).await;
             let length = i64::try_from(frame.len()).expect("a frame");
             let left = line.bytes_left.fetch_sub(length, SeqCst);
             if (1..=length).contains(&left) {
@@ -241,6 +253,23 @@ async fn pump(
 }
 
 impl Line {
+    /// As long as a frame takes on a slow wire, behind those before it.
+    async fn until_sent(&self, length: usize, from: From) {
+        let rate = self.rate.load(SeqCst);
+        let free = {
+            let mut free_at = self.free_at.lock().expect("no panic inside");
+            let free_at = &mut free_at[from as usize];
+            if rate == 0 {
+                *free_at = None;
+                return;
+            }
+            let now = Instant::now();
+            let takes = Duration::from_secs_f64(length as f64 / rate as f64);
+            *free_at.insert(free_at.map_or(now, |free| free.max(now)) + takes)
+        };
+        tokio::time::sleep_until(free).await;
+    }
+
     async fn lingering(&self) {
         let wait = *self.linger.lock().expect("no panic inside");
         tokio::time::sleep(wait).await;
