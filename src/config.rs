@@ -166,7 +166,8 @@ struct Fields {
     hand_offs: Option<usize>,
     #[serde(default)]
     remember_done: usize,
-    crash_limit: Option<u32>,
+    #[serde(default = "crash_limit")]
+    crash_limit: u32,
     worker: Option<String>,
     prefetch: Option<u16>,
     concurrency: Option<usize>,
@@ -178,6 +179,10 @@ struct Fields {
     reconnect: Reconnect,
     consumer_tag: Option<String>,
     priority: Option<i32>,
+}
+
+fn crash_limit() -> u32 {
+    Settings::default().crash_limit
 }
 
 fn optional_duration<'de, D: serde::Deserializer<'de>>(
@@ -206,15 +211,13 @@ impl TryFrom<Fields> for Consumer {
             .queue_type(fields.queue_type)
             .declare(fields.declare)
             .doctor(fields.doctor)
-            .remember_done(fields.remember_done);
+            .remember_done(fields.remember_done)
+            .crash_limit(fields.crash_limit);
         if let Some(timeout) = fields.confirm_timeout {
             settings = settings.confirm_timeout(timeout);
         }
         if let Some(in_flight) = fields.hand_offs {
             settings = settings.hand_offs(in_flight);
-        }
-        if let Some(crashes) = fields.crash_limit {
-            settings = settings.crash_limit(crashes);
         }
         if let Some(worker) = fields.worker {
             settings = settings.worker(worker);
@@ -326,7 +329,8 @@ impl Config {
     }
 
     /// The settings of this consumer, for [`Retry::attach`](crate::Retry::attach) and
-    /// [`Handle::reload`](crate::Handle::reload).
+    /// [`Handle::reload`](crate::Handle::reload). What the file leaves out has its default there, too:
+    /// of what a reload changes only classifiers, which are code, stay as they are.
     ///
     /// # Errors
     /// As [`builder`](Self::builder).

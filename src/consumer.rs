@@ -87,6 +87,8 @@ pub struct Builder {
     broker: Broker,
     queue: String,
     settings: Settings,
+    /// Classifiers and hooks that were set here, beside those of the settings.
+    own: Settings,
     prefetch: u16,
     concurrency: Option<usize>,
     handler_timeout: Duration,
@@ -103,6 +105,7 @@ impl RetryConsumer {
             broker: broker.into(),
             queue: queue.into(),
             settings: Settings::default(),
+            own: Settings::default(),
             prefetch: 100,
             concurrency: None,
             handler_timeout: Duration::from_secs(25 * 60),
@@ -123,10 +126,12 @@ impl RetryConsumer {
     pub async fn start(self) -> Result<Handle, Error> {
         let Self { builder, handler } = self;
         builder.validate()?;
-        let hold = builder.consumer_timeout / 2;
-        let held = builder.handler_timeout.saturating_add(builder.settings.hand_off_bound);
-        let Builder { broker, queue, settings, prefetch, concurrency, .. } = builder;
-        let engine = Engine::start(broker, &queue, Settings { hold, held, ..settings }).await?;
+        let Builder { broker, queue, mut settings, prefetch, concurrency, .. } = builder;
+        settings.hold = builder.consumer_timeout / 2;
+        settings.held = builder.handler_timeout.saturating_add(settings.hand_off_bound);
+        settings.classifiers.extend(builder.own.classifiers);
+        settings.observers.extend(builder.own.observers);
+        let engine = Engine::start(broker, &queue, settings).await?;
         let how = Subscribe {
             prefetch,
             tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
@@ -146,6 +151,7 @@ impl RetryConsumer {
             lost: loss,
             stopping: stopping.clone(),
             ended: ended.clone(),
+            until: None,
         };
         tokio::spawn(signs.follow(tell));
         let run = Run {
@@ -169,9 +175,11 @@ impl RetryConsumer {
 }
 
 impl Builder {
-    /// All that is common to both ways in.
+    /// All that is common to both ways in. Only what was set on these settings is changed: a policy
+    /// that was set here before, say, stays unless they have one. [`classify`](Self::classify) and
+    /// [`on_event`](Self::on_event) add to what they have, in whatever order all of these are called.
     pub fn settings(mut self, settings: impl Into<Settings>) -> Self {
-        self.settings = settings.into();
+        self.settings = self.settings.then(&settings.into());
         self
     }
 
@@ -187,18 +195,18 @@ impl Builder {
         self
     }
 
-    /// See [`Settings::classify`].
+    /// See [`Settings::classify`]. Classifiers of the [`settings`](Self::settings) are asked first.
     pub fn classify<E: StdError + Send + Sync + 'static>(
         mut self,
         classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
     ) -> Self {
-        self.settings = self.settings.classify(classify);
+        self.own = self.own.classify(classify);
         self
     }
 
     /// See [`Settings::on_event`].
     pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
-        self.settings = self.settings.on_event(hook);
+        self.own = self.own.on_event(hook);
         self
     }
 
@@ -376,9 +384,15 @@ impl Handle {
         self.engine.resume_by_hand();
     }
 
-    /// Other policies, pauses and classifiers, from the next job on: new lanes are made before they
-    /// are used, and jobs at work are settled under the rules that they came in with. A pause is
-    /// cleared. The other settings stay as they were at the start.
+    /// Other policies, [`pauses`](Settings::pauses), [classifiers](Settings::classify) or another
+    /// [`crash_limit`](Settings::crash_limit), from the next job on: new lanes are declared before
+    /// they are used, and running jobs are settled under the rules that they came in with. A pause
+    /// is cleared.
+    ///
+    /// Each of the four that was not set on `settings` stays as it is: `reload(policies)` changes the
+    /// policies and nothing else. Policies and pauses are replaced as a whole. Classifiers, if there
+    /// are any, take the place of all before them, those of the builder included. All other settings
+    /// stay as they were at the start, whatever `settings` say of them.
     ///
     /// # Errors
     /// As [`RetryConsumer::start`]. The old rules stay in force then.

@@ -83,7 +83,7 @@ fn headers() {
 #[test]
 fn placing() {
     let settings = Settings::new(RetryPolicy::new([15, 30, 60, 120, 240, 480, 960]));
-    let rules = Rules::new("orders", &settings, QueueType::Quorum).unwrap();
+    let rules = Rules::new("orders", settings.clone(), QueueType::Quorum).unwrap();
     let (job, now) =
         (Job::new(message(BasicProperties::default()), Story::default()), SystemTime::now());
     let after = |result: anyhow::Result<()>| {

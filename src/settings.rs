@@ -25,6 +25,9 @@ use crate::{
 /// Fixed: the history keeps 8 attempts, an error text 1 KiB, our headers together 16 KiB.
 ///
 /// A [`RetryPolicy`] or [`Policies`] are enough wherever settings are asked for.
+///
+/// Settings remember what was set on them: what was not stays as it is where they are given to a
+/// [`Builder`](crate::Builder::settings) or to [`Handle::reload`](crate::Handle::reload).
 #[derive(Clone)]
 pub struct Settings {
     pub(crate) policies: Policies,
@@ -47,13 +50,16 @@ pub struct Settings {
     pub(crate) crash_limit: u32,
     pub(crate) worker: String,
     pub(crate) observers: Vec<Observer>,
+    /// What was set, to be set again on top of others.
+    changes: Vec<Change>,
 }
 
-impl Settings {
-    /// Settings with this policy, or these.
-    pub fn new(policies: impl Into<Policies>) -> Self {
+type Change = Arc<dyn Fn(&mut Settings) + Send + Sync>;
+
+impl Default for Settings {
+    fn default() -> Self {
         Self {
-            policies: policies.into(),
+            policies: RetryPolicy::default().into(),
             pauses: Pauses::default(),
             classifiers: Vec::new(),
             queue_type: QueueType::default(),
@@ -73,14 +79,42 @@ impl Settings {
                 std::process::id()
             ),
             observers: Vec::new(),
+            changes: Vec::new(),
         }
+    }
+}
+
+impl Settings {
+    /// Settings with this policy, or these.
+    pub fn new(policies: impl Into<Policies>) -> Self {
+        let policies = policies.into();
+        Self::default().set(move |settings| settings.policies = policies.clone())
+    }
+
+    /// Every setter goes through here.
+    fn set(mut self, change: impl Fn(&mut Self) + Send + Sync + 'static) -> Self {
+        change(&mut self);
+        self.changes.push(Arc::new(change));
+        self
+    }
+
+    /// These, and on top of them what was set on `later`. Its classifiers and hooks, if it has any,
+    /// take the place of those before.
+    pub(crate) fn then(mut self, later: &Self) -> Self {
+        if !later.classifiers.is_empty() {
+            self.classifiers.clear();
+        }
+        if !later.observers.is_empty() {
+            self.observers.clear();
+        }
+        later.changes.iter().for_each(|change| change(&mut self));
+        self
     }
 
     /// How the consumer pauses in an outage. Default: 5 s, doubling to 5 min.
     #[must_use]
-    pub fn pauses(mut self, pauses: Pauses) -> Self {
-        self.pauses = pauses;
-        self
+    pub fn pauses(self, pauses: Pauses) -> Self {
+        self.set(move |settings| settings.pauses = pauses)
     }
 
     /// Reads the outcome out of errors of a type that is not yours to mark. The first error of
@@ -100,34 +134,31 @@ impl Settings {
     /// ```
     #[must_use]
     pub fn classify<E: StdError + Send + Sync + 'static>(
-        mut self,
+        self,
         classify: impl Fn(&E) -> Option<Outcome> + Send + Sync + 'static,
     ) -> Self {
-        self.classifiers.push(Classifier::new(classify));
-        self
+        let classifier = Classifier::new(classify);
+        self.set(move |settings| settings.classifiers.push(classifier.clone()))
     }
 
     /// The type of the lanes and the buried queue. Default: quorum, with at-least-once
     /// dead-lettering. An existing lane of another type is an error, never changed.
     #[must_use]
-    pub fn queue_type(mut self, queue_type: QueueType) -> Self {
-        self.queue_type = queue_type;
-        self
+    pub fn queue_type(self, queue_type: QueueType) -> Self {
+        self.set(move |settings| settings.queue_type = queue_type)
     }
 
     /// What is done about our queues at the start. Default: [`Declare::Create`].
     #[must_use]
-    pub fn declare(mut self, declare: Declare) -> Self {
-        self.declare = declare;
-        self
+    pub fn declare(self, declare: Declare) -> Self {
+        self.set(move |settings| settings.declare = declare)
     }
 
     /// How long a hand-off waits for the broker's confirm before it counts as undecided.
     /// Default: 10 s.
     #[must_use]
-    pub fn confirm_timeout(mut self, timeout: Duration) -> Self {
-        self.confirm_timeout = timeout;
-        self
+    pub fn confirm_timeout(self, timeout: Duration) -> Self {
+        self.set(move |settings| settings.confirm_timeout = timeout)
     }
 
     /// How many hand-offs may be in flight at a time, for this consumer. Default: 64; at most 1000. A job
@@ -140,9 +171,8 @@ impl Settings {
     /// may hold up the copies for all others. All consumers of a [`Broker`](crate::Broker) together use at
     /// most half of the channels that the broker allows a connection: 1023 by default.
     #[must_use]
-    pub fn hand_offs(mut self, in_flight: usize) -> Self {
-        self.hand_offs = in_flight;
-        self
+    pub fn hand_offs(self, in_flight: usize) -> Self {
+        self.set(move |settings| settings.hand_offs = in_flight)
     }
 
     /// How many of the jobs that succeeded last are remembered, by their message ids. Default: 0,
@@ -159,18 +189,16 @@ impl Settings {
     /// same id**, body and timestamp: one that was given back before it was run may then be taken
     /// for another that is done, and is lost.
     #[must_use]
-    pub fn remember_done(mut self, jobs: usize) -> Self {
-        self.remember_done = jobs;
-        self
+    pub fn remember_done(self, jobs: usize) -> Self {
+        self.set(move |settings| settings.remember_done = jobs)
     }
 
     /// How long a hand-off may fail before the consumer pauses: 30 s. For tests that do not want to
     /// wait as long.
     #[doc(hidden)]
     #[must_use]
-    pub fn hand_off_bound(mut self, bound: Duration) -> Self {
-        self.hand_off_bound = bound;
-        self
+    pub fn hand_off_bound(self, bound: Duration) -> Self {
+        self.set(move |settings| settings.hand_off_bound = bound)
     }
 
     /// What is done about what is wrong with the broker, the queues and their policies. They are
@@ -179,18 +207,17 @@ impl Settings {
     /// It takes an address of the [`management`](Self::management) API and the feature `doctor`;
     /// without them the log says that nothing was looked at.
     #[must_use]
-    pub fn doctor(mut self, doctor: Doctor) -> Self {
-        self.doctor = doctor;
-        self
+    pub fn doctor(self, doctor: Doctor) -> Self {
+        self.set(move |settings| settings.doctor = doctor)
     }
 
     /// The broker's management API, for the [`doctor`](Self::doctor), as
     /// `http://user:password@host:15672`, or `https`. The user needs the tag `management` and must
     /// see the vhost, no more. Default: none. The address is repeated in no error and no log.
     #[must_use]
-    pub fn management(mut self, address: impl Into<String>) -> Self {
-        self.management = Some(address.into());
-        self
+    pub fn management(self, address: impl Into<String>) -> Self {
+        let address = address.into();
+        self.set(move |settings| settings.management = Some(address.clone()))
     }
 
     /// After how many crashes of its process in a row a job is buried as `crash-loop`. Default: 3.
@@ -200,24 +227,23 @@ impl Settings {
     /// handler reports ends the series. A [`RetryConsumer`](crate::RetryConsumer) counts; a loop of
     /// your own cannot, see [`Retry`](crate::Retry).
     #[must_use]
-    pub fn crash_limit(mut self, crashes: u32) -> Self {
-        self.crash_limit = crashes;
-        self
+    pub fn crash_limit(self, crashes: u32) -> Self {
+        self.set(move |settings| settings.crash_limit = crashes)
     }
 
     /// The name of this worker in the history and in `buried-by`. Default: host name and process id.
     #[must_use]
-    pub fn worker(mut self, name: impl Into<String>) -> Self {
-        self.worker = name.into();
-        self
+    pub fn worker(self, name: impl Into<String>) -> Self {
+        let name = name.into();
+        self.set(move |settings| settings.worker.clone_from(&name))
     }
 
     /// Calls `hook` with every event, one after the other for each job, on whatever task it happens
     /// in: it must not block. More than one may be set. A panic in it harms nothing.
     #[must_use]
-    pub fn on_event(mut self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
-        self.observers.push(Arc::new(hook));
-        self
+    pub fn on_event(self, hook: impl Fn(&Event) + Send + Sync + 'static) -> Self {
+        let hook: Observer = Arc::new(hook);
+        self.set(move |settings| settings.observers.push(Arc::clone(&hook)))
     }
 
     /// The same events as a stream with room for `capacity` of them, for hooks that are slow or
@@ -277,12 +303,6 @@ impl Settings {
     }
 }
 
-impl Default for Settings {
-    fn default() -> Self {
-        Self::new(RetryPolicy::default())
-    }
-}
-
 impl From<RetryPolicy> for Settings {
     fn from(policy: RetryPolicy) -> Self {
         Self::new(policy)
@@ -309,5 +329,62 @@ impl fmt::Debug for Settings {
             .field("crash_limit", &self.crash_limit)
             .field("worker", &self.worker)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbered(n: u32) -> Outcome {
+        Outcome::RetryAfter(Duration::from_secs(n.into()))
+    }
+
+    #[test]
+    fn what_was_set_last_wins_and_what_was_not_set_stays() {
+        let policy = |seconds: u64| RetryPolicy::new([seconds]);
+        let first = Settings::new(policy(1))
+            .pauses(Pauses::default().max(Duration::from_secs(9)))
+            .queue_type(QueueType::Classic)
+            .declare(Declare::Off)
+            .confirm_timeout(Duration::from_secs(1))
+            .hand_offs(1)
+            .remember_done(1)
+            .hand_off_bound(Duration::from_secs(1))
+            .doctor(Doctor::Off)
+            .management("http://localhost:1")
+            .crash_limit(1)
+            .worker("first")
+            .classify(|_: &std::io::Error| Some(numbered(1)))
+            .on_event(|_| ());
+        let all = |settings: &Settings| {
+            let Settings { confirm_timeout, hand_off_bound, management, .. } = settings;
+            let (hooks, classifiers) = (settings.observers.len(), settings.classifiers.len());
+            format!(
+                "{settings:?} {confirm_timeout:?} {hand_off_bound:?} {management:?} {hooks} {classifiers}"
+            )
+        };
+        let default = Settings::default().worker("first");
+        assert_ne!(all(&first), all(&default));
+        assert_eq!(all(&first.clone().then(&Settings::default())), all(&first));
+        assert_eq!(all(&default.clone().then(&first)), all(&first), "each setter is remembered");
+        let changed = first.clone().then(&Settings::default().crash_limit(2));
+        assert_eq!(all(&changed), all(&first.clone().crash_limit(2)));
+        let changed = first.clone().then(&policy(2).into());
+        assert_eq!(changed.policies, policy(2).into());
+        assert_eq!((changed.crash_limit, changed.classifiers.len()), (1, 1));
+    }
+
+    #[test]
+    fn classifiers_and_hooks_that_are_given_take_the_place_of_those_before() {
+        let says = |n| Settings::default().classify(move |_: &std::io::Error| Some(numbered(n)));
+        let settings = says(1).on_event(|_| ()).then(&says(2).on_event(|_| ()).on_event(|_| ()));
+        let verdict = crate::policy::Verdict::from_result(
+            Err(std::io::Error::other("no").into()),
+            &settings.classifiers,
+        );
+        let crate::policy::Verdict::Failed { outcome, .. } = verdict else { panic!("{verdict:?}") };
+        assert_eq!(outcome, numbered(2));
+        assert_eq!((settings.classifiers.len(), settings.observers.len()), (1, 2));
     }
 }

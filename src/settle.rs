@@ -51,6 +51,8 @@ pub(crate) struct Engine {
     queue: String,
     settings: Settings,
     rules: RwLock<Arc<Rules>>,
+    /// One reload at a time, for each builds on the one before.
+    reloading: tokio::sync::Mutex<()>,
     link: Arc<dyn Link>,
     handoff: HandOff,
     clock: Clock,
@@ -81,7 +83,7 @@ impl Engine {
         settings: Settings,
     ) -> Result<Arc<Self>, Error> {
         settings.validate()?;
-        let rules = Rules::new(queue, &settings, settings.queue_type)?;
+        let rules = Rules::new(queue, settings.clone(), settings.queue_type)?;
         let link: Arc<dyn Link> = Arc::new(LapinLink::new(broker, settings.confirm_timeout));
         declare(&*link, &rules.topology, settings.declare).await?;
         examine(&*link, &rules.topology, &settings).await?;
@@ -90,6 +92,7 @@ impl Engine {
             queue: queue.to_owned(),
             handoff: HandOff::new(Arc::clone(&link), settings.hand_offs),
             rules: RwLock::new(Arc::new(rules)),
+            reloading: tokio::sync::Mutex::default(),
             link,
             clock: Clock::start(),
             rng: Mutex::new(rand::make_rng()),
@@ -111,16 +114,19 @@ impl Engine {
         Ok(engine)
     }
 
-    /// Other policies, pauses and classifiers from the next job on. Their lanes are made before
-    /// they are used; jobs at work are settled under the rules that they came in with.
+    /// What these settings set of policies, pauses, classifiers and crash limit, from the next job on.
+    /// New lanes are declared before they are used; running jobs are settled under the rules that
+    /// they came in with.
     pub(crate) async fn reload(&self, settings: &Settings) -> Result<(), Error> {
+        let _one_at_a_time = self.reloading.lock().await;
+        let settings = self.rules().settings.clone().then(settings);
         settings.validate()?;
-        let queue = self.queue();
+        let (queue, pauses) = (self.queue(), settings.pauses);
         let rules = Rules::new(&queue, settings, self.settings.queue_type)?;
         declare(&*self.link, &rules.topology, self.settings.declare).await?;
         let queues = rules.topology.queues().len();
         *self.rules.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(rules);
-        self.reconfigure_pauses(settings.pauses);
+        self.reconfigure_pauses(pauses);
         self.emit(&Event::Ready { queue, queues });
         Ok(())
     }
@@ -222,7 +228,7 @@ impl Engine {
         result: Result<(), anyhow::Error>,
         teller: Teller,
     ) -> Option<Leaving> {
-        let verdict = Verdict::from_result(result, &rules.classifiers);
+        let verdict = Verdict::from_result(result, &rules.settings.classifiers);
         // First of all: no other job is to be started if the consumer is to pause.
         self.heed(&verdict, epoch);
         let Some(to) = rules.after_attempt(&job, verdict, self.now(), self.worker()) else {

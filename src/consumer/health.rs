@@ -6,7 +6,7 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use tokio::sync::watch;
+use tokio::{sync::watch, time::Instant};
 
 use super::run::Stop;
 use crate::{Error, pause::Pace, settle::Engine};
@@ -109,6 +109,8 @@ pub(super) struct Signs {
     pub(super) lost: watch::Receiver<Option<Lost>>,
     pub(super) stopping: watch::Receiver<Option<Stop>>,
     pub(super) ended: watch::Receiver<Option<Result<(), Error>>>,
+    /// The end of a pause, and what was last reported of it.
+    pub(super) until: Option<(Instant, SystemTime)>,
 }
 
 impl Signs {
@@ -169,7 +171,19 @@ impl Signs {
                 return blocked.map_or(Health::Running, |since| Health::Blocked { since });
             }
         };
-        Health::Paused { until: until.map(|until| self.engine.at(until)) }
+        Health::Paused { until: until.map(|until| self.on_the_wall(until)) }
+    }
+
+    /// Two readings of the wall clock differ a little, and that is no news.
+    fn on_the_wall(&mut self, instant: Instant) -> SystemTime {
+        let fresh = self.engine.at(instant);
+        let apart = |told: SystemTime| {
+            fresh.duration_since(told).unwrap_or_else(|earlier| earlier.duration())
+        };
+        match self.until {
+            Some((same, told)) if same == instant && apart(told) < LOOK => told,
+            _ => self.until.insert((instant, fresh)).1,
+        }
     }
 }
 

@@ -13,10 +13,10 @@ use rand::rngs::SmallRng;
 
 use super::Settled;
 use crate::{
-    BuriedReason, Error, Event, FailureKind, Job, Policies, QueueType, Settings, Topology,
+    BuriedReason, Error, Event, FailureKind, Job, QueueType, Settings, Topology,
     event::Postponed,
     message::{Failure, Story},
-    policy::{Classifier, Decision, Verdict, chain},
+    policy::{Decision, Verdict, chain},
     topology::{Decks, Lane, Wait},
 };
 
@@ -28,10 +28,10 @@ const TIMESTAMP: Duration = Duration::from_secs(1);
 /// The policies and their queues. A job keeps the rules that it was admitted under.
 #[derive(Debug)]
 pub(crate) struct Rules {
-    pub(crate) policies: Policies,
+    /// A reload changes policies, pauses, classifiers and the crash limit. What else stands here is
+    /// not looked at.
+    pub(super) settings: Settings,
     pub(crate) topology: Topology,
-    pub(crate) classifiers: Vec<Classifier>,
-    crash_limit: u32,
     chance: Mutex<Chance>,
 }
 
@@ -155,15 +155,12 @@ impl Rules {
     /// `queue_type` is the one at the start: a reload does not change it.
     pub(crate) fn new(
         queue: &str,
-        settings: &Settings,
+        settings: Settings,
         queue_type: QueueType,
     ) -> Result<Self, Error> {
-        let policies = settings.policies.clone();
         Ok(Self {
-            topology: Topology::new(queue, policies.clone(), queue_type)?,
-            policies,
-            classifiers: settings.classifiers.clone(),
-            crash_limit: settings.crash_limit,
+            topology: Topology::new(queue, &settings.policies, queue_type)?,
+            settings,
             chance: Mutex::new(Chance { rng: rand::make_rng(), decks: Decks::default() }),
         })
     }
@@ -174,7 +171,7 @@ impl Rules {
         let story = job.story();
         let unrun = |to| Arrival::Move(Box::new(Move::unrun(job, now, to)));
         let bury = |reason| unrun(To::Buried(reason));
-        let max_age = self.policies.at(self.policies.of(job)).age_limit();
+        let max_age = self.settings.policies.at(self.settings.policies.of(job)).age_limit();
         let mut expires_at = story.expires_at(job.properties(), max_age, now);
         if story.is_first() {
             // A timestamp has whole seconds, so the job may be younger.
@@ -203,12 +200,12 @@ impl Rules {
             to.error = format!(
                 "a worker's process died while it ran this job alone, {lone_crashes} in a row"
             );
-            let policy = self.policies.at(self.policies.of(job));
+            let policy = self.settings.policies.at(self.settings.policies.of(job));
             let level = policy.level_label(job.story().retry_count);
             let (kind, error) = (to.kind, to.error.as_str());
             to.story.note(Failure { kind, error, at: now, level, worker });
         }
-        if lone_crashes >= self.crash_limit {
+        if lone_crashes >= self.settings.crash_limit {
             to.to = To::Buried(BuriedReason::CrashLoop);
         } else {
             to.story.count_lone_run();
@@ -228,8 +225,8 @@ impl Rules {
         if matches!(verdict, Verdict::Done) {
             return None;
         }
-        let index = self.policies.of(job);
-        let policy = self.policies.at(index);
+        let index = self.settings.policies.of(job);
+        let policy = self.settings.policies.at(index);
         let mut story = job.story().clone();
         // Reached, for the job was run.
         story.not_before = None;
@@ -330,7 +327,7 @@ impl Rules {
     /// The next lane of a wait that has begun.
     fn wait(&self, job: &Job, left: Duration) -> Option<Lane> {
         let wait_ms = whole_ms(left);
-        let policy = self.policies.of(job);
+        let policy = self.settings.policies.of(job);
         let place = || self.topology.place(policy, wait_ms, &mut self.chance().rng).lane().clone();
         self.topology.in_reach(policy, wait_ms).then(place)
     }

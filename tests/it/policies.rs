@@ -1,6 +1,7 @@
 //! More than one policy for a work queue, other policies while it runs, and jobs that grow too old.
 
 use std::{
+    io,
     sync::Arc,
     time::{Duration, SystemTime},
 };
@@ -12,13 +13,15 @@ use lapin::{
     types::{AMQPValue, FieldTable},
 };
 use lapin_retry::{
-    BuriedReason, ErrorKind, Handle, Jitter, Job, Policies, RetryConsumer, RetryPolicy, Select,
+    BuriedReason, ErrorKind, Handle, Jitter, Job, Outcome, Pauses, Policies, QueueType,
+    RetryConsumer, RetryPolicy, Select, Settings, outage,
 };
 use tokio::sync::Semaphore;
 
 use crate::support::{Journal, PATIENCE, Scene, WORK, eventually, ours, publish, table};
 
 const SECOND: Duration = Duration::from_secs(1);
+const HOUR: Duration = Duration::from_secs(3600);
 
 fn plain<const N: usize>(seconds: [u64; N]) -> RetryPolicy {
     RetryPolicy::new(seconds).jitter(Jitter::None)
@@ -189,6 +192,67 @@ async fn a_reload_makes_the_lanes_first_and_leaves_the_jobs_at_work_under_the_ol
     let refused = worker.reload(RetryPolicy::new([50]).lanes(4)).await.unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::QueueLimit, "{refused}");
     assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
+    worker.shutdown(SECOND).await;
+}
+
+/// Says what becomes of jobs whose handler fails with an `io::Error`.
+fn io_errors(outcome: Outcome) -> Settings {
+    Settings::default().classify(move |_: &io::Error| Some(outcome))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_reload_keeps_what_it_is_not_given() {
+    let scene = Scene::new().await;
+    let journal = Journal::default();
+    let worker = RetryConsumer::builder(scene.url(), WORK)
+        .settings(io_errors(Outcome::Reject).pauses(Pauses::default().first(HOUR).max(HOUR)))
+        .policy(plain([30]))
+        .on_event(journal.hook())
+        .handler(async |job: Job| match job.body() {
+            b"down" => Err(outage(anyhow!("down")).into()),
+            _ => Err(io::Error::other("no").into()),
+        })
+        .start()
+        .await
+        .unwrap();
+    let buried = async |jobs: usize| {
+        scene.publish(BasicProperties::default(), "").await;
+        assert_eq!(journal.until_buried(jobs).await, vec![BuriedReason::Rejected; jobs]);
+    };
+    buried(1).await;
+    worker.reload(plain([40])).await.unwrap();
+    buried(2).await;
+    // Another classifier takes the place of that one, and the policy stays.
+    worker.reload(io_errors(Outcome::Failed)).await.unwrap();
+    assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
+    assert_eq!(scene.queues(), ["buried", "retry.00030s", "retry.00040s"]);
+    worker.reload(Settings::default()).await.unwrap();
+    assert_eq!(lane_of(&scene, &journal, BasicProperties::default()).await, 40 * SECOND);
+    scene.publish(BasicProperties::default(), "down").await;
+    eventually("it pauses", PATIENCE, async || journal.waits() == [HOUR]).await;
+    worker.shutdown(SECOND).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn settings_that_are_given_to_a_builder_last_discard_nothing_that_they_do_not_set() {
+    let scene = Scene::new().await;
+    let (first, second) = (Journal::default(), Journal::default());
+    let worker = RetryConsumer::builder(scene.url(), WORK)
+        .policy(plain([30]))
+        .on_event(first.hook())
+        .classify(|_: &io::Error| Some(Outcome::Reject))
+        .settings(Settings::default().queue_type(QueueType::Classic).on_event(second.hook()))
+        .handler(async |_: Job| Err(io::Error::other("no").into()))
+        .start()
+        .await
+        .unwrap();
+    scene.publish(BasicProperties::default(), "").await;
+    for journal in [first, second] {
+        assert_eq!(journal.until_buried(1).await, [BuriedReason::Rejected]);
+    }
+    assert_eq!(scene.queues(), ["buried", "retry.00030s"]);
+    let lane = scene.vhost.api().queue("work.retry.00030s").unwrap();
+    assert_eq!(lane["type"], "classic");
     worker.shutdown(SECOND).await;
 }
 

@@ -24,7 +24,7 @@ use crate::{
 const COPIER: Copier<'static> = Copier { work_queue: "orders", user: "worker", frame_max: 131_072 };
 
 fn rules(policy: RetryPolicy) -> Rules {
-    Rules::new("orders", &Settings::new(policy), QueueType::Quorum).unwrap()
+    Rules::new("orders", Settings::new(policy), QueueType::Quorum).unwrap()
 }
 
 /// 2026-01-01T00:00:00Z and so long.
@@ -280,7 +280,7 @@ fn crash_count(job: &Job) -> Option<AMQPValue> {
 #[test]
 fn a_suspect_is_run_alone_as_often_as_the_limit_says_and_then_buried_with_its_story() {
     let settings = Settings::new(RetryPolicy::new([1])).crash_limit(2);
-    let rules = Rules::new("orders", &settings, QueueType::Quorum).unwrap();
+    let rules = Rules::new("orders", settings, QueueType::Quorum).unwrap();
     let count = |job: &Job| rules.count_crash(job, at(Duration::ZERO), "host:1");
     let once =
         copied(&job(BasicProperties::default()), &mut count(&job(BasicProperties::default())));
