@@ -10,7 +10,7 @@ use std::{
 };
 
 use lapin::{
-    Connection, ErrorKind as LapinErrorKind,
+    Channel, Connection, ErrorKind as LapinErrorKind,
     protocol::{AMQPErrorKind, AMQPSoftError},
 };
 
@@ -28,6 +28,11 @@ use crate::{Error, ErrorKind, clock::Backoff, message::Outgoing};
 
 /// What RabbitMQ negotiates unless told otherwise.
 const CHANNEL_MAX: u16 = 2047;
+
+/// How long a channel is waited for where as many are open as may be. A consumer's is closed 5 s after
+/// its last delivery is acked.
+const CHANNEL_WAIT: Duration = Duration::from_secs(10);
+const CHANNEL_LOOK: Duration = Duration::from_millis(20);
 
 /// A connection that several users share.
 #[derive(Debug, Default)]
@@ -68,6 +73,8 @@ pub(super) struct Session {
     carrier: Option<Carrier>,
     /// One at a time publishes on a channel of its own.
     alone: Semaphore,
+    /// The right to declare or check a queue, as many at a time as fit on the connection.
+    declaring: Semaphore,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -123,12 +130,14 @@ impl Shared {
                 opening.last_error = None;
                 opening.backoff.reset();
                 let publishes = matches!(purpose, Purpose::Publishing);
+                let declares = most_declares(connection.configuration().channel_max());
                 let session = Arc::new(Session {
                     carrier: publishes.then(|| Carrier::start(&connection)),
                     connection,
                     retired: AtomicBool::new(false),
                     pipes: Mutex::default(),
                     alone: Semaphore::new(1),
+                    declaring: Semaphore::new(declares),
                 });
                 *lock(&self.current) = Some(Arc::clone(&session));
                 Ok(session)
@@ -222,6 +231,25 @@ impl Session {
         tell.answered.take().map_or(Ok(()), Err)
     }
 
+    /// A new channel. Where the broker allows few, one that has just been closed may still be counted,
+    /// or is about to be closed: that is waited for.
+    pub(super) async fn channel(&self) -> Result<Channel, lapin::Error> {
+        let until = Instant::now() + CHANNEL_WAIT;
+        loop {
+            match self.connection.create_channel().await {
+                Err(error) if is_channel_limit(&error) && Instant::now() < until => {
+                    tokio::time::sleep(CHANNEL_LOOK).await;
+                }
+                opened => return opened,
+            }
+        }
+    }
+
+    /// The right to declare or check a queue.
+    pub(super) async fn declaring(&self) -> SemaphorePermit<'_> {
+        self.declaring.acquire().await.expect("an open semaphore")
+    }
+
     /// The right to publish on a channel of its own.
     pub(super) async fn alone(&self) -> SemaphorePermit<'_> {
         // The semaphore is never closed.
@@ -235,6 +263,11 @@ fn most_pipes(channel_max: u16) -> usize {
     // 0 means that the broker sets no limit.
     let channels = if channel_max == 0 { CHANNEL_MAX } else { channel_max };
     usize::from(channels / 2).max(1)
+}
+
+/// Half of the others, at most eight: a quorum queue takes 7-25 ms to declare, so they go side by side.
+fn most_declares(channel_max: u16) -> usize {
+    (most_pipes(channel_max) / 2).clamp(1, 8)
 }
 
 /// Nothing panics while it holds one of these.
@@ -269,6 +302,13 @@ pub(crate) fn unreadable(error: &lapin::Error) -> Option<String> {
 
 /// Translates lapin's errors. `what` says what was tried, and on which queue.
 pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
+    if is_channel_limit(error) {
+        let text = format!(
+            "{what}: as many channels are open on the connection as the broker allows; raise \
+             channel_max in rabbitmq.conf, or give some of the consumers a Broker of their own"
+        );
+        return Error::new(ErrorKind::Refused, text).because(error.clone());
+    }
     let LapinErrorKind::ProtocolError(amqp) = error.kind() else {
         return Error::new(ErrorKind::Connection, format!("{what}: {error}"))
             .because(error.clone());
@@ -296,6 +336,10 @@ pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
 pub(super) fn is_refusal(error: &lapin::Error) -> bool {
     matches!(error.kind(), LapinErrorKind::ProtocolError(amqp)
         if matches!(amqp.kind(), AMQPErrorKind::Soft(_)))
+}
+
+fn is_channel_limit(error: &lapin::Error) -> bool {
+    matches!(error.kind(), LapinErrorKind::ChannelsLimitReached)
 }
 
 /// True if lapin found the channel or its connection closed.

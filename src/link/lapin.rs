@@ -81,8 +81,12 @@ impl LapinLink {
         };
         let session = shared.session(&self.broker, purpose).await?;
         let declared = async {
-            let channel = session.connection.create_channel().await?;
-            channel.queue_declare(queue.into(), options, arguments).await
+            let _turn = session.declaring().await;
+            let channel = session.channel().await?;
+            let declared = channel.queue_declare(queue.into(), options, arguments).await?;
+            // Dropped, it would be closed some time later, and count until then.
+            let _ = channel.close(200, "done".into()).await;
+            Ok(declared)
         };
         let declared = in_time(declared, what, &session).await?;
         declared.map(drop).map_err(|error| refused(&error, what))
@@ -284,7 +288,7 @@ async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscr
     let session = connection.session(&broker, Purpose::Consuming).await?;
     let prefetch = if alone { 1 } else { how.prefetch };
     let subscribing = async {
-        let channel = session.connection.create_channel().await?;
+        let channel = session.channel().await?;
         channel.basic_qos(prefetch, BasicQosOptions::default()).await?;
         let options = BasicConsumeOptions::default();
         let (queue, tag) = (how.queue.as_str().into(), how.tag.as_str().into());

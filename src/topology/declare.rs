@@ -5,7 +5,8 @@ use futures_util::{StreamExt, stream};
 use super::{Declare, QueueSpec, Topology, shield};
 use crate::{Error, ErrorKind, link::Link};
 
-/// A quorum queue takes 7-25 ms to declare; so many are declared at a time.
+/// A quorum queue takes 7-25 ms to declare; at most so many are declared at a time. The link takes fewer
+/// where the broker allows few channels.
 const SIDE_BY_SIDE: usize = 8;
 
 /// The work queue first: a lane whose target is missing keeps its jobs, and tries again only every

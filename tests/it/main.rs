@@ -9,6 +9,7 @@ mod deadline;
 mod definitions;
 mod delivered_again;
 mod doctor;
+mod few_channels;
 mod hand_off;
 mod hand_off_pause;
 mod hostile;
