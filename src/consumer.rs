@@ -6,7 +6,13 @@ mod one_by_one;
 mod reconnect;
 mod run;
 
-use std::{error::Error as StdError, fmt, future::Future, sync::Arc, time::Duration};
+use std::{
+    error::Error as StdError,
+    fmt,
+    future::Future,
+    sync::{Arc, Mutex},
+    time::Duration,
+};
 
 use futures_util::{FutureExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
@@ -16,6 +22,7 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use self::{health::Health, reconnect::Reconnect};
 use self::{
     health::Signs,
+    reconnect::Tags,
     run::{Run, Stop},
 };
 use crate::{
@@ -132,12 +139,10 @@ impl RetryConsumer {
         settings.classifiers.extend(builder.own.classifiers);
         settings.observers.extend(builder.own.observers);
         let engine = Engine::start(broker, &queue, settings).await?;
-        let how = Subscribe {
-            prefetch,
-            tag: builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned()),
-            arguments: table(builder.arguments),
-            queue,
-        };
+        let tag = builder.consumer_tag.unwrap_or_else(|| engine.worker().to_owned());
+        let mut tags = Tags::new(tag);
+        let how =
+            Subscribe { prefetch, tag: tags.next(), arguments: table(builder.arguments), queue };
         engine.suspects().doubt_at_most(prefetch);
         // The first time, a refusal is the caller's to see.
         let subscription = engine.consume(&how, false).await?;
@@ -157,6 +162,7 @@ impl RetryConsumer {
         let run = Run {
             engine: Arc::clone(&engine),
             how,
+            tags: Mutex::new(tags),
             handler,
             // More than are prefetched can never run.
             permits: Arc::new(Semaphore::new(
@@ -249,7 +255,8 @@ impl Builder {
         self
     }
 
-    /// The consumer's tag, as the management UI shows it. Default: the worker's name.
+    /// The consumer's tag, as the management UI shows it. Default: the worker's name. Whenever it
+    /// consumes anew the tag gets another number: `tag`, `tag.2`, `tag.3`.
     pub fn consumer_tag(mut self, tag: impl Into<String>) -> Self {
         self.consumer_tag = Some(tag.into());
         self

@@ -4,6 +4,7 @@ mod broker;
 mod connection;
 mod dial;
 mod lapin;
+mod lease;
 mod pipe;
 mod watched;
 
@@ -16,6 +17,7 @@ pub use self::broker::Broker;
 pub(crate) use self::{
     connection::unreadable,
     lapin::{LapinLink, LapinTag, incoming},
+    lease::Lease,
 };
 use crate::{
     Error,
@@ -91,10 +93,11 @@ pub(crate) type Told = Box<dyn FnOnce(bool) + Send>;
 pub(crate) trait Tag: Debug + Send + Sync {
     /// Its number on its channel, from 1.
     fn number(&self) -> u64;
-    /// False once the delivery's channel is dead: the broker delivers the job again.
+    /// Whether the delivery is still ours. False once its channel is dead or the broker has cancelled
+    /// its consumer: the job is delivered again.
     fn usable(&self) -> bool;
-    /// True if the broker was told; false if it will deliver the job again. Never a reason to
-    /// publish again. With `multiple` it answers for all deliveries of its channel up to this one.
+    /// True if it was sent; false if the delivery is no longer ours, so that the broker delivers the
+    /// job again. Never a reason to publish again. With `multiple` it answers for all deliveries of its channel up to this one.
     fn ack(&self, multiple: bool) -> BoxFuture<'_, bool>;
     /// The same when it can be done together with other deliveries, without anybody waiting for it;
     /// else it gives `told` back.
@@ -107,8 +110,8 @@ pub(crate) trait Tag: Debug + Send + Sync {
 
 /// A running consumer.
 pub(crate) struct Subscription {
-    /// Ends with `None` when the consumer was cancelled, by us or by the broker. An `Err` is the
-    /// last item.
+    /// Ends with `None` when the consumer was cancelled, by us or by the broker; in the second case all
+    /// that it delivered is revoked by then. An `Err` is the last item.
     pub(crate) incoming: BoxStream<'static, Result<Incoming, Error>>,
     pub(crate) control: Arc<dyn Control>,
     prefetch: usize,
@@ -134,7 +137,7 @@ impl Subscription {
 }
 
 pub(crate) trait Control: Send + Sync {
-    /// Stops deliveries; those already here still come out of the stream and can be answered.
+    /// Stops deliveries; those already here stay ours and still come out of the stream.
     fn cancel(&self) -> BoxFuture<'_, ()>;
     /// How many deliveries have come out of the stream and are not answered yet.
     fn unanswered(&self) -> usize;

@@ -17,7 +17,7 @@ use lapin::{Consumer, message::Delivery};
 
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
-    link::{incoming, unreadable},
+    link::{Lease, incoming, unreadable},
     pause::Pace,
     settle::{Acks, Engine, Probe, Turn},
 };
@@ -84,6 +84,7 @@ impl Retry {
         Jobs {
             engine: Arc::clone(&self.engine),
             acks: Acks::new(&self.engine),
+            lease: Arc::default(),
             consumer: Some(consumer),
             turn: None,
             probe: None,
@@ -106,7 +107,7 @@ impl Retry {
             return Err(after_close(&self.engine));
         }
         let mut turn = self.engine.turn().await;
-        let taken = self.engine.take(incoming(delivery), None);
+        let taken = self.engine.take(incoming(delivery, &Arc::new(Lease::default())), None);
         let Some(mut job) = self.engine.admit(taken) else { return Ok(None) };
         job.until_due().await;
         while !job.start(turn) {
@@ -158,6 +159,7 @@ impl Retry {
 pub struct Jobs {
     engine: Arc<Engine>,
     acks: Arc<Acks>,
+    lease: Arc<Lease>,
     /// Gone at the end: a consumer that is polled after its end never wakes again.
     consumer: Option<Consumer>,
     /// Waits for its turn, in a pause.
@@ -224,7 +226,7 @@ impl Stream for Jobs {
                     return Poll::Ready(Some(Err(after_close(&self.engine))));
                 }
                 Some(Ok(delivery)) => {
-                    let taken = self.engine.take(incoming(delivery), Some(&self.acks));
+                    let taken = self.engine.take(incoming(delivery, &self.lease), Some(&self.acks));
                     match self.engine.admit(taken) {
                         Some(job) if job.is_due() => {
                             if let Some(job) = self.give_out(job) {

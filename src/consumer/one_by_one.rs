@@ -76,8 +76,8 @@ impl Run {
             };
             let arrived = match incoming {
                 Some(Ok(incoming)) => self.engine.arrive(incoming, &intake.acks),
-                Some(Err(error)) => return Ended::Lost(error),
-                None => return Ended::Lost(self.cancelled_by_the_broker()),
+                Some(Err(error)) => return self.lost(intake, error),
+                None => return self.lost(intake, self.cancelled_by_the_broker()),
             };
             let innocent = arrived.suspicion == Suspicion::Clear;
             if !innocent {

@@ -5,7 +5,7 @@ use std::time::Duration;
 use rand::Rng;
 use serde::Deserialize;
 
-use crate::{Error, ErrorKind, clock::Backoff};
+use crate::{Error, ErrorKind, clock::Backoff, message::cut};
 
 /// A subscription that lasted this long ends a series of failures.
 pub(super) const STEADY: Duration = Duration::from_secs(30);
@@ -137,6 +137,29 @@ impl Tries {
     }
 }
 
+/// Consumer tags, each of them once.
+#[derive(Debug)]
+pub(super) struct Tags {
+    first: String,
+    used: u32,
+}
+
+impl Tags {
+    pub(super) fn new(first: String) -> Self {
+        Self { first, used: 0 }
+    }
+
+    /// The first one as it is, then with `.2`, `.3` and so on, in at most 255 bytes.
+    pub(super) fn next(&mut self) -> String {
+        self.used += 1;
+        if self.used == 1 {
+            return self.first.clone();
+        }
+        let number = format!(".{}", self.used);
+        cut(&self.first, 255 - number.len()).into_owned() + &number
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -177,5 +200,14 @@ mod tests {
         let mut tries = Tries::new(Reconnect::default());
         let ended = Try { error, lasted, consumed: false };
         assert!((0..10_000).all(|_| tries.after(ended, &mut rng).is_some()), "for ever");
+    }
+
+    #[test]
+    fn no_consumer_tag_is_used_twice_or_too_long() {
+        let mut tags = Tags::new("worker".to_owned());
+        assert_eq!([(); 3].map(|()| tags.next()), ["worker", "worker.2", "worker.3"]);
+        let mut long = Tags::new("é".repeat(127));
+        assert_eq!([(); 2].map(|()| long.next().len()), [254, 254]);
+        assert_eq!(Tags::new("t".repeat(255)).next().len(), 255);
     }
 }

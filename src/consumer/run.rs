@@ -1,6 +1,11 @@
 //! The loop of a consumer: subscribe, run jobs, and start over when the broker goes away.
 
-use std::{panic::AssertUnwindSafe, pin::pin, sync::Arc, time::Duration};
+use std::{
+    panic::AssertUnwindSafe,
+    pin::pin,
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
 
 use futures_util::{FutureExt, StreamExt};
 use tokio::{
@@ -13,7 +18,7 @@ use super::{
     BoxHandler,
     health::Lost,
     intake::Intake,
-    reconnect::{Reconnect, STEADY, Tries, Try},
+    reconnect::{Reconnect, STEADY, Tags, Tries, Try},
 };
 use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
@@ -45,6 +50,7 @@ impl Stop {
 pub(super) struct Run {
     pub(super) engine: Arc<Engine>,
     pub(super) how: Subscribe,
+    pub(super) tags: Mutex<Tags>,
     pub(super) handler: BoxHandler,
     pub(super) permits: Arc<Semaphore>,
     pub(super) handler_timeout: Duration,
@@ -141,7 +147,9 @@ impl Run {
         prefetch: u16,
         alone: bool,
     ) -> Result<Subscription, Error> {
-        let how = Subscribe { prefetch, ..self.how.clone() };
+        // The broker refuses a consumer tag that it has cancelled.
+        let tag = self.tags.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let how = Subscribe { prefetch, tag, ..self.how.clone() };
         let subscribing = async {
             if self.lost.borrow().is_some() {
                 self.engine.redeclare().await?;
@@ -216,23 +224,13 @@ impl Run {
                     }
                     incoming
                 }
-                Some(Err(error)) => {
-                    // All of them are stale, and tell of it.
-                    intake.arrived.drain(..).for_each(|arrived| drop(self.engine.admit(arrived)));
-                    return Ended::Lost(error);
-                }
+                Some(Err(error)) => return self.lost(intake, error),
                 // What came before is still to be run.
                 None if alone && !judging => {
                     readable = true;
                     continue;
                 }
-                // What came before may be back in the queue, or gone with it.
-                None => {
-                    for arrived in intake.arrived {
-                        self.engine.give_back(&arrived.job, &*arrived.tag).await;
-                    }
-                    return Ended::Lost(self.cancelled_by_the_broker());
-                }
+                None => return self.lost(intake, self.cancelled_by_the_broker()),
             };
             let arrived = self.engine.arrive(incoming, &intake.acks);
             if arrived.suspicion != Suspicion::Clear {
@@ -240,6 +238,13 @@ impl Run {
             }
             intake.arrived.push_back(arrived);
         }
+    }
+
+    /// The consumer has ended, and what it delivered is no longer ours.
+    pub(super) fn lost(&self, intake: Intake, error: Error) -> Ended {
+        // Not admitted, each of them emits that it is stale.
+        intake.arrived.into_iter().for_each(|arrived| drop(self.engine.admit(arrived)));
+        Ended::Lost(error)
     }
 
     /// Waits for the end of a pause. After each wait one job is tried.

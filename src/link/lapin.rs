@@ -7,10 +7,11 @@ use std::{
         Arc,
         atomic::{AtomicUsize, Ordering},
     },
+    task::Poll,
     time::Duration,
 };
 
-use futures_util::{FutureExt, StreamExt, future::BoxFuture};
+use futures_util::{FutureExt, StreamExt, future::BoxFuture, stream};
 use lapin::{
     Acker, Channel,
     message::Delivery,
@@ -24,8 +25,8 @@ use lapin::{
 use tokio::{runtime::Handle, sync::oneshot, time::Instant};
 
 use super::{
-    Answered, Broker, Confirmed, Control, Incoming, LINGER, Limits, Link, Subscribe, Subscription,
-    Tag,
+    Answered, Broker, Confirmed, Control, Incoming, LINGER, Lease, Limits, Link, Subscribe,
+    Subscription, Tag,
     connection::{Purpose, Session, Shared, refused, unreadable},
     dial::until_back,
     pipe::{ENDED, Pipe, not_sent, undecided},
@@ -300,15 +301,26 @@ async fn subscribe(broker: Broker, how: Subscribe, alone: bool) -> Result<Subscr
     let what = format!("consuming queue {:?}", how.queue);
     let (channel, consumer) = in_time(subscribing, &what, &session).await?.map_err(&failed)?;
     let (tag, runtime) = (consumer.tag(), Handle::current());
-    let unanswered = AtomicUsize::new(0);
-    let control = Arc::new(Consuming { channel, tag, session, unanswered, runtime });
-    let (open, watched) = (Arc::clone(&control), Arc::clone(&control));
+    let (lease, unanswered) = (Arc::default(), AtomicUsize::new(0));
+    let control = Arc::new(Consuming { channel, tag, session, lease, unanswered, runtime });
+    let [open, watched, ending] = std::array::from_fn(|_| Arc::clone(&control));
     let incoming = consumer.map(move |delivery| match delivery {
-        Ok(delivery) => Ok(split(delivery, Some(Arc::clone(&open)))),
+        Ok(delivery) => Ok(split(delivery, Arc::clone(&open.lease), Some(Arc::clone(&open)))),
         Err(error) => Err(failed(error)),
     });
     let dead = format!("consuming queue {:?}: its channel died without a word", how.queue);
     let incoming = Watched::new(incoming, move || watched.is_alive(), dead);
+    let lease = Arc::clone(&control.lease);
+    let incoming = incoming.inspect(move |item| {
+        if item.is_err() {
+            lease.revoke();
+        }
+    });
+    let end = stream::poll_fn(move |_| {
+        ending.end();
+        Poll::Ready(None)
+    });
+    let incoming = incoming.chain(end);
     Ok(Subscription { incoming: incoming.boxed(), control, prefetch: prefetch.into() })
 }
 
@@ -318,6 +330,7 @@ struct Consuming {
     tag: ShortString,
     /// Dropping the last handle of a connection closes it.
     session: Arc<Session>,
+    lease: Arc<Lease>,
     unanswered: AtomicUsize,
     runtime: Handle,
 }
@@ -325,6 +338,18 @@ struct Consuming {
 impl Consuming {
     fn is_alive(&self) -> bool {
         self.session.connection.status().connected() && self.channel.status().connected()
+    }
+
+    /// A consumer that the broker cancelled still counts as one, the active one even of a queue with a
+    /// single active consumer, until its channel is closed. Acks on their way are waited for.
+    fn end(self: &Arc<Self>) {
+        if self.lease.end() {
+            let cancelled = Arc::clone(self);
+            self.runtime.spawn(async move {
+                tokio::time::sleep(LINGER).await;
+                cancelled.close().await;
+            });
+        }
     }
 }
 
@@ -342,6 +367,7 @@ impl Drop for Consuming {
 
 impl Control for Consuming {
     fn cancel(&self) -> BoxFuture<'_, ()> {
+        self.lease.cancel();
         async {
             // It fails only where the channel is gone, and the consumer with it; and where the
             // connection dies meanwhile it may never be answered.
@@ -368,8 +394,9 @@ impl Control for Consuming {
 pub(crate) struct LapinTag {
     number: u64,
     acker: Acker,
-    /// A consumer that the broker cancelled leaves its channel open, so that what is still at work
-    /// can be acked: the channel lives as long as any of its deliveries is unanswered.
+    lease: Arc<Lease>,
+    /// A consumer that we cancelled leaves its channel open, so that what still runs can be acked: the
+    /// channel lives as long as any of its deliveries is unacked.
     channel: Option<Arc<Consuming>>,
 }
 
@@ -387,7 +414,7 @@ impl Tag for LapinTag {
     }
 
     fn usable(&self) -> bool {
-        self.acker.usable()
+        !self.lease.is_revoked() && self.acker.usable()
     }
 
     fn ack(&self, multiple: bool) -> BoxFuture<'_, bool> {
@@ -401,9 +428,14 @@ impl Tag for LapinTag {
 }
 
 impl LapinTag {
+    /// Nothing is sent for a delivery that is no longer ours.
+    ///
     /// On a dead channel lapin answers `Ok(false)`, not an error. To what it was told while the
     /// connection was dying it never answers at all.
     async fn answered(&self, answer: impl Future<Output = lapin::Result<bool>> + Send) -> bool {
+        if self.lease.is_revoked() {
+            return false;
+        }
         let mut answer = pin!(answer);
         loop {
             tokio::select! {
@@ -420,12 +452,12 @@ impl LapinTag {
 }
 
 /// A delivery of a consumer that is the user's.
-pub(crate) fn incoming(delivery: Delivery) -> Incoming {
-    split(delivery, None)
+pub(crate) fn incoming(delivery: Delivery, lease: &Arc<Lease>) -> Incoming {
+    split(delivery, Arc::clone(lease), None)
 }
 
 /// Splits a delivery into what it says and the means to answer for it.
-fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
+fn split(delivery: Delivery, lease: Arc<Lease>, channel: Option<Arc<Consuming>>) -> Incoming {
     if let Some(channel) = &channel {
         channel.unanswered.fetch_add(1, Ordering::Relaxed);
     }
@@ -437,6 +469,6 @@ fn split(delivery: Delivery, channel: Option<Arc<Consuming>>) -> Incoming {
             properties: delivery.properties,
             body: delivery.data,
         },
-        tag: LapinTag { number: delivery.delivery_tag, acker: delivery.acker, channel },
+        tag: LapinTag { number: delivery.delivery_tag, acker: delivery.acker, lease, channel },
     }
 }

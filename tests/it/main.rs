@@ -30,6 +30,7 @@ mod policies;
 mod properties;
 mod reconnect;
 mod retry_after;
+mod revoked;
 mod rolling_deploy;
 mod schedule;
 mod shutdown;

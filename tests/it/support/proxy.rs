@@ -1,5 +1,8 @@
 //! A TCP proxy in front of the broker that understands AMQP frames and can misbehave on demand.
 
+mod revoking;
+
+use self::revoking::Revoke;
 use super::parse_uri;
 use rand::seq::SliceRandom;
 use std::{
@@ -38,6 +41,7 @@ struct Line {
     swallow_confirms: AtomicBool,
     alarm: watch::Sender<bool>,
     frozen: Mutex<Option<String>>,
+    revoke: watch::Sender<Option<Revoke>>,
     /// Bytes that may still pass; without a limit if that is 0 or less.
     bytes_left: AtomicI64,
     stall: watch::Sender<bool>,
@@ -190,14 +194,20 @@ async fn carry(client: TcpStream, target: String, line: Arc<Line>) -> io::Result
     let (broker_in, broker_out) = broker.into_split();
     let (client_out, broker_out) = (Output::new(client_out), Output::new(broker_out));
     let unanswered = Unanswered::default();
-    let ended = tokio::try_join!(
-        pump(client_in, (&broker_out, &client_out), From::Client, (&line, &unanswered)),
-        pump(broker_in, (&client_out, &broker_out), From::Broker, (&line, &unanswered)),
-    );
+    let carrying = async {
+        tokio::try_join!(
+            pump(client_in, (&broker_out, &client_out), From::Client, (&line, &unanswered)),
+            pump(broker_in, (&client_out, &broker_out), From::Broker, (&line, &unanswered)),
+        )
+    };
+    let ended = tokio::select! {
+        ended = carrying => ended.map(drop),
+        ended = line.revoking((&client_out, &broker_out), &unanswered) => ended,
+    };
     if ended.is_err() {
         line.lingering().await;
     }
-    ended.map(drop)
+    ended
 }
 
 async fn reach(targets: &str) -> io::Result<TcpStream> {
@@ -298,6 +308,11 @@ struct OnChannel {
     published: u64,
     publishes: BTreeSet<u64>,
     frozen: bool,
+    consumers: Vec<Vec<u8>>,
+    /// Closed by the proxy: nothing of it passes until the client opens it again.
+    severed: bool,
+    /// The broker has yet to answer that it is closed.
+    close_ok_due: bool,
 }
 
 impl Unanswered {
@@ -309,7 +324,14 @@ impl Unanswered {
         let multiple = method != (60, 90) && arguments.get(8).is_some_and(|bits| bits & 1 == 1);
         match (from, method) {
             // A channel begins: its number may have been another one's.
-            (From::Client, (20, 10)) => *channel = OnChannel::default(),
+            (From::Client, (20, 10)) => {
+                let close_ok_due = channel.close_ok_due;
+                *channel = OnChannel { close_ok_due, ..OnChannel::default() };
+            }
+            (From::Broker, (60, 21)) => {
+                let length = usize::from(arguments[0]);
+                channel.consumers.push(arguments[1..=length].to_vec());
+            }
             (From::Client, (60, 40)) => {
                 channel.published += 1;
                 channel.publishes.insert(channel.published);
@@ -332,15 +354,23 @@ impl Unanswered {
 }
 
 impl Unanswered {
-    /// Whether the channel of a frame is frozen, from this frame on.
+    /// Whether the channel of a frame is frozen, from this frame on, or closed.
     fn is_frozen(&self, frame: &[u8], from: From, queue: Option<&str>) -> bool {
         let mut channels = self.0.lock().expect("no panic inside");
         let channel = channels.entry([frame[1], frame[2]]).or_default();
+        if matches!(from, From::Broker) && channel.close_ok_due {
+            channel.close_ok_due = method(frame) != Some((20, 41));
+            return true;
+        }
+        if matches!(from, From::Client) && channel.severed {
+            channel.severed = method(frame) != Some((20, 10));
+            return channel.severed;
+        }
         if matches!(from, From::Client) && method(frame) == Some((60, 40)) {
             // Two reserved bytes, and then the exchange, which is the default one.
             channel.frozen |= queue.is_some() && routing_key(&frame[11..]) == queue;
         }
-        channel.frozen
+        channel.frozen && matches!(from, From::Broker)
     }
 }
 
@@ -414,8 +444,7 @@ fn method(frame: &[u8]) -> Option<(u16, u16)> {
 
 fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> bool {
     let frozen = line.frozen.lock().expect("no panic inside").clone();
-    let is_frozen = unanswered.is_frozen(frame, from, frozen.as_deref());
-    if is_frozen && matches!(from, From::Broker) {
+    if unanswered.is_frozen(frame, from, frozen.as_deref()) {
         return false;
     }
     let Some(method) = method(frame) else { return true };
