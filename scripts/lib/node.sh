@@ -32,11 +32,12 @@ alive() { kill -0 "$1" 2>/dev/null && [[ ! -d /proc/self || -e /proc/$1/exe ]]; 
 port_open() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
 
 # Five neighbours that nobody listens on, below the ports that the kernel gives
-# to outgoing connections.
+# to outgoing connections; the first ones from first_port on, if that is set.
 pick_ports() {
-  local port
+  local port next=${first_port:-}
   while :; do
-    amqp=$((20000 + RANDOM % 1500 * 8)) management=$((amqp + 1)) dist=$((amqp + 2)) epmd=$((amqp + 3))
+    amqp=${next:-$((20000 + RANDOM % 1500 * 8))} next=${next:+$((next + 8))}
+    management=$((amqp + 1)) dist=$((amqp + 2)) epmd=$((amqp + 3))
     amqps=$((amqp + 4))
     for port in $amqp $management $dist $epmd $amqps; do port_open "$port" && continue 2; done
     return

@@ -2,7 +2,7 @@
 
 use crate::{
     journal::{Line, Verb},
-    plan::Course,
+    plan::{BLOCK, CONSUMER_TIMEOUT, Course},
 };
 use std::{
     collections::{BTreeMap, BTreeSet, HashMap},
@@ -19,6 +19,10 @@ pub(crate) enum Source {
     Undecided,
     /// The channel was lost with the job unacked, or its ack on the way.
     LostChannel,
+    /// A handler outlasted the consumer timeout: the broker took back all that its worker held.
+    ConsumerTimeout,
+    /// Handlers blocked the worker's runtime, so that acks and heartbeats stayed away.
+    BlockedRuntime,
     /// The broker's own at-least-once dead-lettering.
     DeadLettering,
     /// Not ours: the publisher had no answer, and published again.
@@ -32,6 +36,8 @@ impl fmt::Display for Source {
             Self::Crash => "worker killed before the ack",
             Self::Undecided => "undecided confirm, published again",
             Self::LostChannel => "delivered again after a lost channel",
+            Self::ConsumerTimeout => "delivered again after the consumer timeout",
+            Self::BlockedRuntime => "delivered again while a runtime was blocked",
             Self::DeadLettering => "the broker's at-least-once dead-lettering",
             Self::Publisher => "the test's publisher, not ours",
             Self::Unattributed => "unattributed",
@@ -47,6 +53,8 @@ pub(crate) struct Ledger {
     buried: BTreeSet<String>,
     /// By worker: when it was killed, or lost its connection.
     troubles: HashMap<String, Vec<(u64, Verb)>>,
+    /// By worker: when it might lose what it held, from and to, and by what.
+    spells: HashMap<String, Vec<(u64, u64, Source)>>,
     /// What the broker felt, from and to.
     faults: Vec<(u64, u64)>,
     /// By worker.
@@ -57,6 +65,8 @@ pub(crate) struct Ledger {
 
 /// A loss of the connection may be seen by the broker before the worker tells of it.
 const LATE_MS: u64 = 3_000;
+/// How often a node looks whether a consumer timeout is over, with what that takes.
+const TICK_MS: u64 = 3_000;
 /// A worker that does nothing for so long after the broker's return, while others do, is stuck.
 const STUCK_MS: u64 = 40_000;
 /// No lane has so long a delay.
@@ -97,6 +107,10 @@ impl Account {
     pub(crate) fn duplicates(&self) -> usize {
         self.duplicates.values().map(|(first, later)| first + later).sum()
     }
+
+    pub(crate) fn unattributed(&self) -> usize {
+        self.duplicates.get(&Source::Unattributed).map_or(0, |(first, later)| first + later)
+    }
 }
 
 impl Ledger {
@@ -110,6 +124,12 @@ impl Ledger {
                 self.troubles.entry(line.who).or_default().push((line.at, line.verb));
                 return;
             }
+            Verb::Blocks => {
+                let end = line.at + BLOCK.as_millis() as u64 + LATE_MS;
+                let spell = (line.at, end, Source::BlockedRuntime);
+                self.spells.entry(line.who).or_default().push(spell);
+                return;
+            }
             Verb::Fault => return self.faults.push((line.at, u64::MAX)),
             Verb::Back => {
                 if let Some(fault) = self.faults.last_mut() {
@@ -119,6 +139,11 @@ impl Ledger {
             }
             Verb::Attempt => {
                 self.attempts.entry(line.who.clone()).or_default().insert(line.at);
+            }
+            Verb::Overstays => {
+                let over = line.at + CONSUMER_TIMEOUT.as_millis() as u64;
+                let spell = (over - 1_000, over + TICK_MS + LATE_MS, Source::ConsumerTimeout);
+                self.spells.entry(line.who.clone()).or_default().push(spell);
             }
             Verb::Success => drop(self.done.insert(line.id.clone())),
             Verb::Buried => drop(self.buried.insert(line.id.clone())),
@@ -261,6 +286,18 @@ impl Ledger {
             };
             known = Some(source);
         }
+        // A job that is charged or waits before it is run once more is at another step by then.
+        let successes: Vec<&Line> =
+            lines.iter().filter(|line| line.verb == Verb::Success).collect();
+        for (index, now) in successes.iter().enumerate().skip(1) {
+            let before = successes[index - 1];
+            if successes[..index].iter().all(|earlier| earlier.step != now.step) {
+                let own = if known.is_none() { self.why_lost(lines, before, now) } else { None };
+                let source = own.or(known).unwrap_or(Source::Unattributed);
+                count(account, source, own.is_none() && known.is_some());
+                known = Some(source);
+            }
+        }
         for _ in buried.iter().skip(1) {
             let own = match (undecided.next().is_some(), known) {
                 (true, _) => Some(Source::Undecided),
@@ -273,7 +310,8 @@ impl Ledger {
         }
     }
 
-    /// Why the same message was delivered again, if it was: by the broker, or set aside by a worker.
+    /// Why the same message was delivered again, if it was: by the broker, or set aside by a
+    /// worker.
     fn cause(&self, lines: &[Line], before: &Line, now: &Line) -> Option<Source> {
         // It is told of when its copy is confirmed, which may be run by then; and not at all by a
         // worker that ends meanwhile, but the copy shows it.
@@ -285,21 +323,30 @@ impl Ledger {
         if !(now.redelivered || before.redelivered || set_aside) {
             return None;
         }
-        let trouble = |who: &str, kind: Verb, until: u64| {
-            let mut troubles = self.troubles.get(who).into_iter().flatten();
+        self.why_lost(lines, before, now)
+    }
+
+    /// Why the broker did not take the answer to a delivery, as its job was run once more.
+    fn why_lost(&self, lines: &[Line], before: &Line, now: &Line) -> Option<Source> {
+        let trouble = |kind: Verb, until: u64| {
+            let mut troubles = self.troubles.get(&before.who).into_iter().flatten();
             troubles.any(|(at, verb)| *verb == kind && (before.at..=until).contains(at))
         };
+        let mut spells = self.spells.get(&before.who).into_iter().flatten();
+        let spell = spells.rfind(|(from, to, _)| before.at <= *to && *from <= now.at);
         let told = lines.iter().any(|line| {
             matches!(line.verb, Verb::Stale | Verb::Duplicated | Verb::SetAside)
                 && (line.who == before.who || line.who == now.who)
-                && line.step == now.step
-                && is_same(&line.copy, &now.copy)
+                && line.step == before.step
+                && is_same(&line.copy, &before.copy)
                 && line.at >= before.at
         });
-        if trouble(&before.who, Verb::Killed, now.at) {
+        if trouble(Verb::Killed, now.at) {
             Some(Source::Crash)
+        } else if let Some((.., source)) = spell {
+            Some(*source)
         } else if told
-            || trouble(&before.who, Verb::Disconnected, now.at + LATE_MS)
+            || trouble(Verb::Disconnected, now.at + LATE_MS)
             || self.felt(before.at, now.at)
         {
             Some(Source::LostChannel)

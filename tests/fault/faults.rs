@@ -39,6 +39,14 @@ pub(crate) enum Fault {
     /// All workers get another policy; the old one's lanes are deleted when they are empty.
     DeleteOldLanes,
     MoveLeader,
+    /// Handlers outlast the consumer timeout.
+    Overstay,
+    /// Handlers block all threads of a worker for longer than its heartbeat.
+    BlockRuntime,
+    /// Little bandwidth, and large jobs.
+    SlowWire,
+    /// Somebody looks at the buried queue and at lanes in the management UI, again and again.
+    Look,
     /// No fault of the broker's or of ours: it shows that a loss is found.
     PurgeLane,
 }
@@ -53,8 +61,13 @@ impl Fault {
         Self::CutAfterBytes,
         Self::SwallowConfirms,
         Self::DeleteOldLanes,
+        Self::BlockRuntime,
+        Self::SlowWire,
+        Self::Look,
     ];
-    const TO_NODES: &'static [Self] = &[Self::KillBroker, Self::PauseBroker, Self::MemoryAlarm];
+    /// A short consumer timeout takes a setting of the node, or one that it looks at often.
+    const TO_NODES: &'static [Self] =
+        &[Self::KillBroker, Self::PauseBroker, Self::MemoryAlarm, Self::Overstay];
 
     pub(crate) fn all(nodes: &Nodes) -> Vec<Self> {
         let mut all = Self::FROM_OUTSIDE.to_vec();
@@ -68,6 +81,36 @@ impl Fault {
     }
 }
 
+/// How dense the faults are, and how long things are waited for.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pace {
+    /// Between two faults, at most.
+    pub(crate) quiet_ms: u64,
+    /// How long the broker is paused.
+    pub(crate) pause: Duration,
+    /// Of the broker's statistics.
+    pub(crate) lag: Duration,
+    /// At-least-once dead-lettering that had no answer is tried again within.
+    pub(crate) dead_lettering: Duration,
+}
+
+impl Pace {
+    /// The broker's own.
+    pub(crate) const USUAL: Self = Self {
+        quiet_ms: 3_000,
+        pause: Duration::from_secs(20),
+        lag: Duration::from_secs(5),
+        dead_lettering: Duration::from_secs(180),
+    };
+    /// Of nodes that `scripts/fault-run --quick` starts.
+    pub(crate) const QUICK: Self = Self {
+        quiet_ms: 1_000,
+        pause: Duration::from_secs(5),
+        lag: Duration::from_secs(1),
+        dead_lettering: Duration::from_secs(15),
+    };
+}
+
 /// What faults are done to.
 #[derive(Debug)]
 pub(crate) struct Site {
@@ -79,8 +122,7 @@ pub(crate) struct Site {
     pub(crate) published: Arc<Published>,
     pub(crate) journal: Journal,
     pub(crate) classic_lanes: bool,
-    /// How long the broker is paused.
-    pub(crate) pause: Duration,
+    pub(crate) pace: Pace,
     pub(crate) burst: u32,
     /// Of the workers' policy.
     pub(crate) variant: AtomicU32,
@@ -125,7 +167,7 @@ impl Site {
         }
         while tally.is_empty() || Instant::now() < until {
             let (fault, mut rng) = schedule.next();
-            sleep(millis(&mut rng, 300, 3_000)).await;
+            sleep(millis(&mut rng, self.pace.quiet_ms / 10, self.pace.quiet_ms)).await;
             println!("{}  {fault:?}", stamp());
             self.fault(fault, &mut rng).await;
             *tally.entry(fault).or_default() += 1;
@@ -133,6 +175,7 @@ impl Site {
         for proxy in &self.proxies {
             proxy.stall(false);
             proxy.swallow_confirms(false);
+            proxy.throttle(None);
         }
         tally
     }
@@ -148,7 +191,7 @@ impl Site {
             Fault::PauseBroker => {
                 self.felt(async {
                     self.nodes.order(node, "pause").await;
-                    sleep(self.pause).await;
+                    sleep(self.pace.pause).await;
                     self.nodes.order(node, "resume").await;
                 })
                 .await;
@@ -199,6 +242,17 @@ impl Site {
             }
             Fault::DeleteOldLanes => self.delete_old_lanes().await,
             Fault::MoveLeader => self.felt(self.move_leader(node)).await,
+            Fault::Overstay => self.fleet.lock().await.overstay(rng.random_range(0..12)).await,
+            Fault::BlockRuntime => self.fleet.lock().await.block(rng.random_range(0..12)).await,
+            Fault::SlowWire => {
+                self.published.large(40);
+                let some = self.some_proxies(rng);
+                let rate = rng.random_range(100_000..400_000);
+                some.iter().for_each(|proxy| proxy.throttle(Some(rate)));
+                sleep(millis(rng, 3_000, 8_000)).await;
+                some.iter().for_each(|proxy| proxy.throttle(None));
+            }
+            Fault::Look => self.look(rng),
             Fault::PurgeLane => self.purge_a_lane().await,
         }
     }
@@ -245,19 +299,19 @@ impl Site {
         self.variant.store(variant + 1, SeqCst);
         self.fleet.lock().await.replace(variant + 1, &self.journal).await;
         let old = self.lanes(variant);
-        // The statistics lag by 5 s.
+        let lag = self.pace.lag;
         let started = Instant::now();
         let mut empty_since = started;
-        while empty_since.elapsed() < Duration::from_secs(7) {
+        while empty_since.elapsed() < lag + Duration::from_secs(2) {
             sleep(Duration::from_millis(500)).await;
             let waiting = |name: &String| {
-                self.api.queue(name).and_then(|queue| queue["messages"].as_u64()).unwrap_or(0)
+                self.api.queue(name).and_then(|queue| queue["messages"].as_u64()).unwrap_or(1)
             };
             if old.iter().map(waiting).sum::<u64>() > 0 {
                 empty_since = Instant::now();
             }
-            // The broker keeps some back for three minutes.
-            if started.elapsed() > Duration::from_secs(25) {
+            // The broker may keep some back until it tries again.
+            if started.elapsed() > 3 * lag + Duration::from_secs(10) {
                 return println!("{}  the old lanes are not empty yet, and stay", stamp());
             }
         }
@@ -284,6 +338,26 @@ impl Site {
             queues.join(",")
         );
         self.nodes.order(to, &order).await;
+    }
+
+    /// More often than a quorum queue of RabbitMQ's defaults lets a message be delivered.
+    fn look(&self, rng: &mut SmallRng) {
+        let mut queues = self.lanes(self.variant.load(SeqCst));
+        queues.shuffle(rng);
+        queues.truncate(2);
+        queues.push(BURIED.to_owned());
+        let (mut looks, mut seen) = (0, 0);
+        for _ in 0..12 {
+            for mode in ["ack_requeue_true", "reject_requeue_true"] {
+                for queue in &queues {
+                    if let Some(messages) = self.api.look(queue, 100, mode) {
+                        looks += 1;
+                        seen += messages;
+                    }
+                }
+            }
+        }
+        println!("{}  {looks} looks showed {seen} messages", stamp());
     }
 
     /// Throws away what is in a lane.

@@ -2,14 +2,15 @@
 
 use crate::{
     journal::{Journal, Verb},
-    support::Proxy,
-    worker::{Orders, STOP},
+    plan::HEARTBEAT,
+    support::{Proxy, parse_uri},
+    worker::{BLOCKS, Kind, OVERSTAYS, Orders, STOP},
 };
 use std::{
     env,
     fs::OpenOptions,
     path::{Path, PathBuf},
-    process::Stdio,
+    process::{ExitStatus, Stdio},
     time::Duration,
 };
 use tokio::{
@@ -18,7 +19,15 @@ use tokio::{
     time::timeout,
 };
 
+/// What each worker is.
+const KINDS: [Kind; WORKERS] = [Kind::Built, Kind::Patient, Kind::Built, Kind::OwnLoop];
 pub(crate) const WORKERS: usize = 4;
+/// Whose handlers can outlast the consumer timeout.
+const PATIENT: [usize; 2] = [1, 3];
+/// Whose heartbeats a blocked runtime misses.
+const SHORT_HEARTBEAT: [usize; 2] = [2, 3];
+/// The status of a worker that found no broker at its start.
+pub(crate) const NOT_STARTED: i32 = 3;
 
 #[derive(Debug)]
 pub(crate) struct Fleet {
@@ -29,20 +38,23 @@ pub(crate) struct Fleet {
     workers: Vec<Option<Child>>,
     names: Vec<String>,
     started: usize,
-    /// How many ended by themselves.
-    pub(crate) ended: usize,
+    /// How many found no broker at their start.
+    pub(crate) not_started: usize,
+    /// Those that ended otherwise, or did not end when they were told to, and how.
+    pub(crate) died: Vec<String>,
     log: PathBuf,
 }
 
 impl Fleet {
     pub(crate) fn new(url: &str, proxies: &[Proxy], orders: Orders, log: &Path) -> Self {
         Self {
-            urls: proxies.iter().map(|proxy| proxy.url(url)).collect(),
+            urls: proxies.iter().enumerate().map(|(slot, proxy)| via(proxy, url, slot)).collect(),
             workers: proxies.iter().map(|_| None).collect(),
             names: proxies.iter().map(|_| String::new()).collect(),
             orders,
             started: 0,
-            ended: 0,
+            not_started: 0,
+            died: Vec::new(),
             log: log.to_owned(),
         }
     }
@@ -51,10 +63,8 @@ impl Fleet {
     pub(crate) fn tend(&mut self) {
         for slot in 0..self.workers.len() {
             if let Some(worker) = &mut self.workers[slot] {
-                if let Ok(None) = worker.try_wait() {
-                    continue;
-                }
-                self.ended += 1;
+                let Some(status) = worker.try_wait().expect("a status") else { continue };
+                self.note_end(slot, status);
             }
             self.start(slot);
         }
@@ -66,7 +76,7 @@ impl Fleet {
         let orders = Orders {
             name: self.names[slot].clone(),
             url: self.urls[slot].clone(),
-            own_loop: slot == WORKERS - 1,
+            kind: KINDS[slot],
             ..self.orders.clone()
         };
         let log = OpenOptions::new().create(true).append(true).open(&self.log).expect("a log");
@@ -81,6 +91,31 @@ impl Fleet {
             .kill_on_drop(true)
             .spawn();
         self.workers[slot] = Some(worker.expect("a worker"));
+    }
+
+    /// Three handlers at most of a worker outlast the consumer timeout.
+    pub(crate) async fn overstay(&mut self, some: usize) {
+        self.write(PATIENT[some % PATIENT.len()], &[OVERSTAYS].repeat(1 + some % 3)).await;
+    }
+
+    /// Handlers block all threads of a worker's runtime.
+    pub(crate) async fn block(&mut self, some: usize) {
+        self.write(SHORT_HEARTBEAT[some % SHORT_HEARTBEAT.len()], &[BLOCKS]).await;
+    }
+
+    async fn write(&mut self, slot: usize, orders: &[u8]) {
+        let input = self.workers[slot].as_mut().and_then(|worker| worker.stdin.as_mut());
+        if let Some(input) = input {
+            // It may have ended.
+            let _ = input.write_all(orders).await;
+        }
+    }
+
+    fn note_end(&mut self, slot: usize, status: ExitStatus) {
+        match status.code() {
+            Some(NOT_STARTED) => self.not_started += 1,
+            _ => self.died.push(format!("{}: {status}", self.names[slot])),
+        }
     }
 
     /// Kills a worker at once, and starts another in its place.
@@ -108,9 +143,26 @@ impl Fleet {
         journal.note_of(&self.names[slot], Verb::Stopped);
         // It may have ended already.
         let _ = input.write_all(&[STOP]).await;
-        if timeout(Duration::from_secs(45), worker.wait()).await.is_err() {
-            journal.note_of(&self.names[slot], Verb::Killed);
-            let _ = worker.kill().await;
+        match timeout(Duration::from_secs(45), worker.wait()).await {
+            Ok(status) => {
+                let status = status.expect("a status");
+                if !status.success() {
+                    self.note_end(slot, status);
+                }
+            }
+            Err(_) => {
+                self.died.push(format!("{}: did not stop", self.names[slot]));
+                journal.note_of(&self.names[slot], Verb::Killed);
+                let _ = worker.kill().await;
+            }
         }
     }
+}
+
+fn via(proxy: &Proxy, url: &str, slot: usize) -> String {
+    let mut uri = parse_uri(&proxy.url(url));
+    if SHORT_HEARTBEAT.contains(&slot) {
+        uri.query.heartbeat = Some(HEARTBEAT.as_secs() as u16);
+    }
+    uri.to_string()
 }

@@ -44,6 +44,10 @@ verbs! {
     Stale
     /// The worker lost its connection.
     Disconnected
+    /// A handler begins to outlast the consumer timeout.
+    Overstays
+    /// A handler begins to block a thread of the worker's runtime.
+    Blocks
     /// The driver is about to kill the worker.
     Killed
     /// The driver is about to tell the worker to stop.

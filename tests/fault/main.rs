@@ -18,7 +18,7 @@ mod run;
 mod support;
 mod worker;
 
-use faults::Fault;
+use faults::{Fault, Pace};
 use run::{Options, Report, run};
 use std::{env, process, time::Duration};
 
@@ -34,7 +34,10 @@ fn main() {
 }
 
 fn block_on<T>(future: impl Future<Output = T>) -> T {
-    tokio::runtime::Runtime::new().expect("a runtime").block_on(future)
+    let threads = worker::THREADS as usize;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    runtime.expect("a runtime").block_on(future)
 }
 
 fn worker(orders: &str) -> i32 {
@@ -49,7 +52,7 @@ fn worker(orders: &str) -> i32 {
         Ok(()) => 0,
         Err(error) => {
             eprintln!("{name}: {error:#}");
-            1
+            fleet::NOT_STARTED
         }
     }
 }
@@ -63,15 +66,15 @@ fn long(arguments: &[String]) -> i32 {
     let (quick, classic_lanes) = (has("--quick"), has("--classic-lanes"));
     let faults_for = match number("--minutes") {
         Some(minutes) => Duration::from_secs(60 * minutes),
-        None => Duration::from_secs(if quick { 120 } else { 600 }),
+        None => Duration::from_secs(if quick { 50 } else { 600 }),
     };
-    let jobs = if quick { 20_000 } else { 100 * faults_for.as_secs() };
+    let jobs = 100 * faults_for.as_secs();
     let options = Options {
         seed: number("--seed").unwrap_or_else(|| rand::random_range(0..1_000_000)),
         jobs: u32::try_from(number("--jobs").unwrap_or(jobs)).expect("a number of jobs"),
         faults_for,
-        pause: Duration::from_secs(if quick { 6 } else { 20 }),
-        burst: 1_000,
+        pace: if quick { Pace::QUICK } else { Pace::USUAL },
+        burst: if quick { 300 } else { 1_000 },
         classic_lanes,
         faults: classic_lanes.then(|| vec![Fault::KillBroker]),
     };
@@ -109,7 +112,7 @@ fn short(jobs: u32, faults: Vec<Fault>) -> Report {
         seed: rand::random_range(0..1_000_000),
         jobs,
         faults_for: Duration::from_secs(if faults.len() > 1 { 20 } else { 1 }),
-        pause: Duration::ZERO,
+        pace: Pace::USUAL,
         burst: 200,
         classic_lanes: false,
         faults: Some(faults),
@@ -123,6 +126,7 @@ fn a_short_run_loses_nothing() {
     let report = short(3_000, Fault::FROM_OUTSIDE.to_vec());
     assert_eq!(report.account.lost, [""; 0]);
     assert_eq!(report.left, [""; 0]);
+    assert_eq!(report.misbehaved(), [""; 0]);
     assert_eq!(report.account.jobs, report.account.done + report.account.buried);
 }
 

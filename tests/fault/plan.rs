@@ -14,8 +14,25 @@ pub(crate) const WORK: &str = "work";
 pub(crate) const BURIED: &str = "work.buried";
 /// After which a handler is cut.
 pub(crate) const HANDLER_TIMEOUT: Duration = Duration::from_secs(2);
+/// The work queue's, where the broker heeds one, and the node's.
+pub(crate) const CONSUMER_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long a handler works that outlasts the consumer timeout.
+pub(crate) const OVERSTAY: Duration = Duration::from_secs(11);
+/// Of workers whose runtime is blocked at times.
+pub(crate) const HEARTBEAT: Duration = Duration::from_secs(2);
+/// How long a handler blocks its thread: the broker has missed the heartbeats by then.
+pub(crate) const BLOCK: Duration = Duration::from_secs(7);
 /// Ids of jobs that fail once, so that a lane is full of them, begin with it.
 pub(crate) const BURST: char = 'b';
+/// Ids of jobs that fail once, and that a slow wire is busy with, begin with it.
+pub(crate) const LARGE: char = 'l';
+
+pub(crate) fn body(id: &str) -> Vec<u8> {
+    let length = if id.starts_with(LARGE) { 200_000 } else { id.len() };
+    let mut body = id.as_bytes().to_vec();
+    body.resize(length, b'.');
+    body
+}
 
 const LEVELS: u32 = 3;
 
@@ -26,7 +43,7 @@ pub(crate) fn policy(variant: u32) -> RetryPolicy {
 }
 
 /// How far a job has come. It is there once in a life without duplicates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(crate) struct Step {
     /// Charged.
     pub(crate) failures: u32,
@@ -100,7 +117,7 @@ impl Course {
         let mut rng = rng(seed, id);
         let times = rng.random_range(1..=LEVELS);
         let (first, times, then) = match rng.random_range(0..1000) {
-            _ if id.starts_with(BURST) => (Say::Fail, 1, Say::Done),
+            _ if id.starts_with([BURST, LARGE]) => (Say::Fail, 1, Say::Done),
             0..480 => (Say::Done, 0, Say::Done),
             480..700 => (Say::Fail, times, Say::Done),
             700..750 => (Say::Fail, LEVELS + 1, Say::Fail),
@@ -123,6 +140,11 @@ impl Course {
             _ => step.failures,
         };
         if so_far < self.times { self.first } else { self.then }
+    }
+
+    /// Whether it succeeds at the first attempt.
+    pub(crate) fn is_plain(self) -> bool {
+        self.times == 0 && self.then == Say::Done
     }
 
     pub(crate) fn ends_buried(self) -> bool {

@@ -3,7 +3,7 @@
 use crate::{
     journal::Journal,
     nodes::Nodes,
-    plan::{BURST, WORK},
+    plan::{BURST, LARGE, WORK, body},
 };
 use lapin::{
     BasicProperties, Channel, Confirmation, Connection,
@@ -28,6 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(15);
 pub(crate) struct Published {
     confirmed: Mutex<BTreeSet<String>>,
     bursts: AtomicU32,
+    large: AtomicU32,
     enough: AtomicBool,
 }
 
@@ -43,6 +44,11 @@ impl Published {
     /// So many jobs more, as fast as can be, that fail once.
     pub(crate) fn burst(&self, jobs: u32) {
         self.bursts.fetch_add(jobs, SeqCst);
+    }
+
+    /// So many large jobs more, that fail once.
+    pub(crate) fn large(&self, jobs: u32) {
+        self.large.fetch_add(jobs, SeqCst);
     }
 
     /// There will be no more bursts.
@@ -63,9 +69,11 @@ impl Published {
             let wanted = (f64::from(jobs) * part) as u32;
             due.extend((next..wanted).map(|n| format!("j{n:06}")));
             next = wanted;
-            for _ in 0..self.bursts.swap(0, SeqCst) {
-                due.push_back(format!("{BURST}{extra:06}"));
-                extra += 1;
+            for (begins, jobs) in [(BURST, &self.bursts), (LARGE, &self.large)] {
+                for _ in 0..jobs.swap(0, SeqCst) {
+                    due.push_back(format!("{begins}{extra:06}"));
+                    extra += 1;
+                }
             }
             if due.is_empty() {
                 if enough && part >= 1.0 {
@@ -99,8 +107,8 @@ impl Published {
             let properties = BasicProperties::default()
                 .with_message_id(id.as_str().into())
                 .with_delivery_mode(2);
-            let publish =
-                channel.basic_publish("".into(), WORK.into(), options, id.as_bytes(), properties);
+            let body = body(&id);
+            let publish = channel.basic_publish("".into(), WORK.into(), options, &body, properties);
             let confirm = match timeout(end - Instant::now(), publish).await {
                 Ok(Ok(confirm)) => Some(confirm),
                 _ => None,

@@ -2,22 +2,21 @@
 
 use crate::{
     account::{Account, Corpse, Ledger, Resumed},
-    faults::{Fault, Schedule, Site, Tally},
+    faults::{Fault, Pace, Schedule, Site, Tally},
     fleet::{Fleet, WORKERS},
     journal::{Journal, Reader},
     nodes::Nodes,
-    plan::{BURIED, WORK},
+    plan::{BURIED, CONSUMER_TIMEOUT, WORK},
     publisher::Published,
-    support::{Proxy, Vhost, count, declare_work_queue},
-    worker::Orders,
+    support::{Proxy, Vhost, count, table},
+    worker::{Kind, Orders},
 };
 use futures_util::StreamExt;
 use lapin::{
     message::Delivery,
-    options::{BasicAckOptions, BasicQosOptions},
+    options::{BasicAckOptions, BasicQosOptions, QueueDeclareOptions},
     types::AMQPValue,
 };
-use lapin_retry::QueueType;
 use std::{
     env, fs,
     path::PathBuf,
@@ -32,8 +31,7 @@ pub(crate) struct Options {
     pub(crate) seed: u64,
     pub(crate) jobs: u32,
     pub(crate) faults_for: Duration,
-    /// How long the broker is paused.
-    pub(crate) pause: Duration,
+    pub(crate) pace: Pace,
     /// How many jobs fail at once, for a fault to meet them.
     pub(crate) burst: u32,
     pub(crate) classic_lanes: bool,
@@ -52,14 +50,14 @@ pub(crate) struct Report {
     /// What was still in queues when the run gave up waiting.
     pub(crate) left: Vec<String>,
     attempts: usize,
-    ended: usize,
+    /// Workers that found no broker at their start.
+    not_started: usize,
+    died: Vec<String>,
     folder: PathBuf,
 }
 
-/// At-least-once dead-lettering that had no answer is tried again after three minutes.
-const PATIENCE: Duration = Duration::from_secs(210);
-/// The broker's statistics lag by 5 s.
-const SETTLED: Duration = Duration::from_secs(8);
+/// What takes a while, even without any fault: levels, handlers that hang, pauses.
+const UNHURRIED: Duration = Duration::from_secs(45);
 
 pub(crate) async fn run(options: Options) -> Report {
     let vhost = Vhost::new().await;
@@ -71,7 +69,14 @@ pub(crate) async fn run(options: Options) -> Report {
     {
         let connection = crate::support::connect(&vhost.url()).await;
         let channel = connection.create_channel().await.expect("a channel");
-        declare_work_queue(&channel, WORK, QueueType::Quorum).await;
+        let mut arguments = table([("x-queue-type", AMQPValue::LongString("quorum".into()))]);
+        if nodes.are_ours() {
+            // RabbitMQ 3.10 has it for the node only.
+            let timeout = CONSUMER_TIMEOUT.as_millis() as i64;
+            arguments.insert("x-consumer-timeout".into(), AMQPValue::LongLongInt(timeout));
+        }
+        let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+        channel.queue_declare(WORK.into(), durable, arguments).await.expect("a work queue");
     }
     let mut proxies = Vec::new();
     for _ in 0..WORKERS {
@@ -84,7 +89,7 @@ pub(crate) async fn run(options: Options) -> Report {
         seed: options.seed,
         variant: 0,
         classic_lanes: options.classic_lanes,
-        own_loop: false,
+        kind: Kind::Built,
     };
     let fleet = Fleet::new(&vhost.url(), &proxies, orders, &folder.join("workers.log"));
     let fleet = Arc::new(tokio::sync::Mutex::new(fleet));
@@ -109,7 +114,7 @@ pub(crate) async fn run(options: Options) -> Report {
         published: Arc::clone(&published),
         journal,
         classic_lanes: options.classic_lanes,
-        pause: options.pause,
+        pace: options.pace,
         burst: options.burst,
         variant: AtomicU32::new(0),
     };
@@ -130,18 +135,21 @@ pub(crate) async fn run(options: Options) -> Report {
     );
     println!("         no more faults");
     let calm = Instant::now();
-    let left = drain(&site, &ledger, &published).await;
+    let mut left = drain(&site, &ledger, &published).await;
     let drained = calm.elapsed();
     tending.abort();
     for slot in 0..WORKERS {
         fleet.lock().await.stop(slot, &site.journal).await;
+    }
+    if left.is_empty() {
+        left = ready(&site).await;
     }
     let corpses = exhume(&site).await;
     // All is written by now.
     reading.abort();
     let mut whole = Ledger::default();
     Reader::open(&book).read().into_iter().for_each(|line| whole.add(line));
-    let ended = fleet.lock().await.ended;
+    let fleet = fleet.lock().await;
     Report {
         seed: options.seed,
         account: whole.account(options.seed, &published.ids(), &corpses),
@@ -150,7 +158,8 @@ pub(crate) async fn run(options: Options) -> Report {
         drained,
         left,
         attempts: whole.attempts(),
-        ended,
+        not_started: fleet.not_started,
+        died: fleet.died.clone(),
         folder,
     }
 }
@@ -178,32 +187,54 @@ async fn drain(site: &Site, ledger: &Mutex<Ledger>, published: &Published) -> Ve
     let mut empty_since = started;
     loop {
         sleep(Duration::from_millis(500)).await;
+        let open = {
+            let ledger = ledger.lock().expect("no panic inside");
+            published.count().saturating_sub(ledger.done() + ledger.buried())
+        };
         let mut left = Vec::new();
         for name in site.api.queues().into_iter().filter(|name| name != BURIED) {
             let queue = site.api.queue(&name);
-            let Some(messages) = queue.as_ref().and_then(|queue| queue["messages"].as_u64()) else {
-                // No statistics yet.
-                left.push(format!("{name}: {}", queue.unwrap_or_default()));
-                continue;
-            };
-            if messages > 0 {
-                let unacked = queue.and_then(|queue| queue["messages_unacknowledged"].as_u64());
-                left.push(format!("{name}: {messages}, {} unacked", unacked.unwrap_or(0)));
+            match queue.as_ref().and_then(|queue| queue["messages"].as_u64()) {
+                Some(0) => {}
+                Some(messages) => {
+                    let unacked = queue.and_then(|queue| queue["messages_unacknowledged"].as_u64());
+                    left.push(format!("{name}: {messages}, {} unacked", unacked.unwrap_or(0)));
+                }
+                // One that was declared just before a kill may never have any, nor take a message.
+                None if open == 0 => {}
+                None => left.push(format!("{name}: no statistics")),
             }
         }
         if !left.is_empty() {
             empty_since = Instant::now();
         }
-        if empty_since.elapsed() >= SETTLED {
+        // On a busy machine the statistics lag by more: before a job counts as lost it is looked for.
+        let quiet = Duration::from_secs(if open == 0 { 3 } else { 15 });
+        if empty_since.elapsed() >= site.pace.lag + quiet {
             return Vec::new();
         }
-        if started.elapsed() >= PATIENCE {
-            let ledger = ledger.lock().expect("no panic inside");
-            let open = published.count().saturating_sub(ledger.done() + ledger.buried());
+        if started.elapsed() >= site.pace.dead_lettering + UNHURRIED {
             left.push(format!("{open} jobs open"));
             return left;
         }
     }
+}
+
+/// What is in queues although the statistics said that they are empty.
+async fn ready(site: &Site) -> Vec<String> {
+    let (_connection, channel) = site.nodes.channel().await.expect("a broker");
+    let mut left = Vec::new();
+    for name in site.api.queues().into_iter().filter(|name| name != BURIED) {
+        // A queue that is dead since a kill gives no answer.
+        if site.api.queue(&name).is_none_or(|queue| queue["messages"].is_null()) {
+            continue;
+        }
+        let messages = count(&channel, &name).await;
+        if messages > 0 {
+            left.push(format!("{name}: {messages} after the end"));
+        }
+    }
+    left
 }
 
 /// Takes all out of the buried queue.
@@ -238,17 +269,25 @@ fn corpse(delivery: &Delivery) -> Corpse {
 }
 
 impl Report {
-    pub(crate) fn is_clean(&self) -> bool {
-        self.account.lost.is_empty() && self.left.is_empty()
-    }
-
     /// What the exit status says.
     pub(crate) fn status(&self) -> i32 {
-        match (self.account.lost.is_empty(), self.left.is_empty()) {
-            (true, true) => 0,
-            (false, true) => 1,
-            (_, false) => 2,
+        match (&self.account.lost[..], &self.left[..], &self.misbehaved()[..]) {
+            ([], [], []) => 0,
+            ([_, ..], [], _) => 1,
+            (_, [_, ..], _) => 2,
+            _ => 3,
         }
+    }
+
+    /// What must not be, although no job is lost.
+    pub(crate) fn misbehaved(&self) -> Vec<String> {
+        let unattributed = self.account.unattributed();
+        let unattributed =
+            (unattributed > 0).then(|| format!("{unattributed} duplicates are unattributed"));
+        let died = self.died.iter().map(|who| format!("a worker died: {who}"));
+        let stuck = self.resumed.stuck.iter();
+        let stuck = stuck.map(|who| format!("stuck after the broker's return: {who}"));
+        unattributed.into_iter().chain(died).chain(stuck).collect()
     }
 
     pub(crate) fn print(&self) {
@@ -273,18 +312,18 @@ impl Report {
                 times.len()
             );
         }
-        for who in &self.resumed.stuck {
-            println!("stuck after the broker's return: {who}");
-        }
         if account.kept_back > 0 {
             println!("{} jobs came out of their lanes a minute late or more", account.kept_back);
         }
         println!(
-            "{} attempts; {} s from the last fault to the end; {} workers ended by themselves",
+            "{} attempts; {} s from the last fault to the end; {} workers found no broker at first",
             self.attempts,
             self.drained.as_secs(),
-            self.ended
+            self.not_started
         );
+        for what in self.misbehaved() {
+            println!("wrong: {what}");
+        }
         for what in self.account.oddities.iter().take(20) {
             println!("odd: {what}");
         }
@@ -297,18 +336,19 @@ impl Report {
         for left in &self.left {
             println!("still there: {left}");
         }
-        if self.is_clean() && self.account.oddities.is_empty() {
+        if self.status() == 0 && self.account.oddities.is_empty() {
             let _ = fs::remove_dir_all(&self.folder);
         } else {
             println!("the journal: {}", self.folder.join("journal").display());
         }
         println!(
-            "jobs={} done={} buried={} lost={} duplicates={} seed={}",
+            "jobs={} done={} buried={} lost={} duplicates={} unattributed={} seed={}",
             account.jobs,
             account.done,
             account.buried,
             account.lost.len(),
             account.duplicates(),
+            account.unattributed(),
             self.seed
         );
     }
