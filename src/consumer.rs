@@ -5,6 +5,8 @@ mod intake;
 mod one_by_one;
 mod reconnect;
 mod run;
+#[cfg(test)]
+mod tests;
 
 use std::{
     error::Error as StdError,

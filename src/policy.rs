@@ -398,13 +398,14 @@ mod tests {
     fn impossible_policies_are_refused_with_the_name_of_the_field() {
         let ten_years = Duration::from_millis(MAX_DELAY_MS);
         for (policy, field) in [
-            (RetryPolicy::new([0u64; 0]), "levels"),
-            (RetryPolicy::new([1, 0]), "levels[1]"),
+            (RetryPolicy::new([0u64; 0]), "levels: the array is empty"),
+            (RetryPolicy::new([1, 0]), "levels[1]: a delay of zero; use 1 ms or more"),
             (RetryPolicy::new([Duration::from_micros(999)]), "levels[0]"),
             (RetryPolicy::new([ten_years + Duration::from_millis(1)]), "levels[0]"),
             (RetryPolicy::new([Duration::MAX]), "levels[0]"),
             (RetryPolicy::new(["1s", "soon"]), "levels[1]"),
-            (RetryPolicy::new([1]).lanes(0), "lanes"),
+            (RetryPolicy::new([1]).lanes(0), "lanes: 0; a level needs at least one"),
+            (RetryPolicy::new([1]).max_age(Duration::ZERO), "max_age: zero; every job would be"),
             (RetryPolicy::new([1]).jitter(Jitter::Proportional(1.5)), "jitter"),
             (RetryPolicy::new([1]).jitter(Jitter::Proportional(-0.1)), "jitter"),
             (RetryPolicy::new([1]).jitter(Jitter::Proportional(f64::NAN)), "jitter"),

@@ -335,6 +335,7 @@ impl fmt::Debug for Settings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     fn numbered(n: u32) -> Outcome {
         Outcome::RetryAfter(Duration::from_secs(n.into()))
@@ -386,5 +387,47 @@ mod tests {
         let crate::policy::Verdict::Failed { outcome, .. } = verdict else { panic!("{verdict:?}") };
         assert_eq!(outcome, numbered(2));
         assert_eq!((settings.classifiers.len(), settings.observers.len()), (1, 2));
+    }
+
+    fn settings() -> Settings {
+        Settings::default()
+    }
+
+    #[test]
+    fn impossible_settings_are_refused_with_the_field_the_reason_and_the_remedy() {
+        let cases: [(Settings, &[&str]); 7] = [
+            (settings().hand_offs(0), &["hand_offs: 0", "at least one"]),
+            (settings().hand_offs(1_001), &["hand_offs: 1001", "at most 1000"]),
+            (settings().remember_done(1_000_001), &["remember_done: 1000001", "at most 1000000"]),
+            (settings().crash_limit(0), &["crash_limit: 0", "use 1 or more", "3"]),
+            (settings().confirm_timeout(Duration::ZERO), &["confirm_timeout: zero"]),
+            (
+                settings().pauses(Pauses::default().first(Duration::ZERO)),
+                &["pause.first: zero", "would not pause"],
+            ),
+            (
+                settings().management("localhost:15672"),
+                &["management", "http://user:password@host"],
+            ),
+        ];
+        for (settings, parts) in cases {
+            let error = settings.validate().expect_err(parts[0]);
+            assert_eq!(error.kind(), ErrorKind::Configuration);
+            for part in parts {
+                assert!(error.to_string().contains(part), "{error} should say {part}");
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_just_possible_is_not_refused() {
+        settings()
+            .hand_offs(1_000)
+            .remember_done(1_000_000)
+            .crash_limit(1)
+            .confirm_timeout(Duration::from_nanos(1))
+            .validate()
+            .unwrap();
+        settings().hand_offs(1).validate().unwrap();
     }
 }

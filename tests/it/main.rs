@@ -29,6 +29,7 @@ mod pause_own_loop;
 mod policies;
 mod properties;
 mod reconnect;
+mod requeued;
 mod retry_after;
 mod revoked;
 mod rolling_deploy;

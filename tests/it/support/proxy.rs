@@ -54,6 +54,8 @@ struct Line {
     publishes: AtomicU64,
     swallowed: AtomicU64,
     acks: AtomicU64,
+    nacks: AtomicU64,
+    rejects: AtomicU64,
 }
 
 impl Proxy {
@@ -169,6 +171,16 @@ impl Proxy {
     /// it answers, and one that answers none counts all the same.
     pub(crate) fn acks(&self) -> u64 {
         self.line.acks.load(SeqCst)
+    }
+
+    /// Deliveries that the clients have nacked.
+    pub(crate) fn nacks(&self) -> u64 {
+        self.line.nacks.load(SeqCst)
+    }
+
+    /// Deliveries that the clients have rejected.
+    pub(crate) fn rejects(&self) -> u64 {
+        self.line.rejects.load(SeqCst)
     }
 }
 
@@ -452,6 +464,8 @@ fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> boo
     match (from, method) {
         (From::Client, (60, 40)) => line.publishes.fetch_add(1, SeqCst),
         (From::Client, (60, 80)) => line.acks.fetch_add(answered.max(1), SeqCst),
+        (From::Client, (60, 120)) => line.nacks.fetch_add(answered.max(1), SeqCst),
+        (From::Client, (60, 90)) => line.rejects.fetch_add(1, SeqCst),
         (From::Broker, (60, 80 | 120)) if line.swallow_confirms.load(SeqCst) => {
             line.swallowed.fetch_add(answered.max(1), SeqCst);
             return false;
