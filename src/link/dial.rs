@@ -22,6 +22,7 @@ use tokio::{
 use super::{
     Broker,
     connection::{Purpose, refused},
+    io::Io,
 };
 use crate::{Error, ErrorKind};
 
@@ -180,7 +181,8 @@ async fn connect(
     uri: AMQPUri,
     purpose: Purpose,
 ) -> Result<Connection, NotConnected> {
-    let runtime = lapin::runtime::default_runtime()?;
+    let io = Io::get()?;
+    let runtime = io.enter(lapin::runtime::default_runtime)?;
     let host = uri.authority.host.as_str();
     let mut places: Vec<_> = tokio::net::lookup_host((host, uri.authority.port)).await?.collect();
     places.shuffle(&mut rand::rng());
@@ -205,6 +207,8 @@ async fn connect(
         .configure_backoff(|backoff| backoff.with_max_times(0));
     let stream = Mutex::new(Some(stream));
     let hand_over = async move |_, _| {
+        // lapin's thread keeps this as long as it runs, and needs the I/O thread as long.
+        let _io = &io;
         let stream = stream.lock().unwrap_or_else(PoisonError::into_inner).take();
         // Asked a second time it would be lapin's own recovery, which must not be.
         let closed = lapin::ErrorKind::InvalidConnectionState(ConnectionState::Closed);
