@@ -81,31 +81,71 @@ impl Job {
 
     /// Reads the body by its content type: MessagePack for `application/msgpack`,
     /// `application/x-msgpack` and `application/vnd.msgpack`, JSON for `application/json` and
-    /// anything that ends in `+json`.
+    /// anything that ends in `+json`. A UTF-8 byte order mark before a JSON text is skipped.
+    ///
+    /// A content encoding such as `gzip` is not undone, nor is a charset other than UTF-8 converted:
+    /// for these read [`body`](Self::body) yourself.
     ///
     /// # Errors
-    /// Another content type or none, or a body that is no `T`. Returned from the handler, the
-    /// error buries the job as `undecodable`: to try again would not change the body.
+    /// Another content type or none, or a body that is no `T`; a content encoding or charset that is
+    /// in the way is named. Returned from the handler, the error buries the job as `undecodable`: to
+    /// try again would not change the body.
     pub fn decode<T: DeserializeOwned>(&self) -> Result<T, Marked> {
         let content_type = self.properties().content_type().as_ref().map(|t| t.as_str());
-        // Parameters such as `; charset=utf-8` change nothing for either format.
-        let essence = content_type.unwrap_or("").split(';').next().unwrap_or("").trim();
-        match essence.to_ascii_lowercase().as_str() {
+        let (essence, parameters) = match content_type.unwrap_or_default().split_once(';') {
+            Some((essence, parameters)) => (essence, parameters),
+            None => (content_type.unwrap_or_default(), ""),
+        };
+        let decoded = match essence.trim().to_ascii_lowercase().as_str() {
             "application/msgpack" | "application/x-msgpack" | "application/vnd.msgpack" => {
                 message_pack(self.body())
             }
-            json if json == "application/json" || json.ends_with("+json") => {
-                serde_json::from_slice(self.body())
-                    .map_err(|e| undecodable(anyhow::Error::new(e).context("the body as JSON")))
-            }
-            "" => Err(undecodable(anyhow::anyhow!(
+            json if json == "application/json" || json.ends_with("+json") => json_text(self.body()),
+            "" => Err((
                 "the message has no content type; publish it with \"application/json\" or \
                  \"application/msgpack\""
-            ))),
-            other => Err(undecodable(anyhow::anyhow!(
-                "no decoder for the content type {other:?}; it is neither JSON nor MessagePack"
-            ))),
+                    .to_owned(),
+                None,
+            )),
+            other => Err((
+                format!(
+                    "no decoder for the content type {other:?}; it is neither JSON nor MessagePack"
+                ),
+                None,
+            )),
+        };
+        decoded.map_err(|(what, source)| {
+            let what = what + &self.still_encoded(parameters);
+            undecodable(match source {
+                Some(source) => source.context(what),
+                None => anyhow::Error::msg(what),
+            })
+        })
+    }
+
+    /// What is known of the body that no decoder here undoes.
+    fn still_encoded(&self, parameters: &str) -> String {
+        let is_plain = |name: &&str| {
+            let name = name.to_ascii_lowercase();
+            ["", "identity", "utf-8", "utf8", "us-ascii", "ascii"].contains(&name.as_str())
+        };
+        let mut text = String::new();
+        let encoding = self.properties().content_encoding().as_ref().map(|e| e.as_str().trim());
+        if let Some(encoding) = encoding.filter(|name| !is_plain(name)) {
+            text += &format!(
+                "; its content encoding {encoding:?} is not undone here: read job.body() and decode \
+                 it yourself"
+            );
         }
+        let charset = parameters.split(';').find_map(|parameter| {
+            let (name, value) = parameter.split_once('=')?;
+            let is_it = name.trim().eq_ignore_ascii_case("charset");
+            is_it.then(|| value.trim().trim_matches('"'))
+        });
+        if let Some(charset) = charset.filter(|name| !is_plain(name)) {
+            text += &format!("; its charset is {charset:?}, and only UTF-8 is read here");
+        }
+        text
     }
 
     pub(crate) fn message(&self) -> &Arc<Message> {
@@ -128,22 +168,28 @@ impl Job {
     }
 }
 
-fn message_pack<T: DeserializeOwned>(body: &[u8]) -> Result<T, Marked> {
+/// What could not be read, and why.
+type Unread = (String, Option<anyhow::Error>);
+
+fn json_text<T: DeserializeOwned>(body: &[u8]) -> Result<T, Unread> {
+    const BYTE_ORDER_MARK: &[u8] = "\u{feff}".as_bytes();
+    let body = body.strip_prefix(BYTE_ORDER_MARK).unwrap_or(body);
+    serde_json::from_slice(body).map_err(|e| ("the body as JSON".to_owned(), Some(e.into())))
+}
+
+fn message_pack<T: DeserializeOwned>(body: &[u8]) -> Result<T, Unread> {
     let mut rest = body;
     let mut reader = rmp_serde::Deserializer::new(&mut rest);
     // As serde_json. Its own limit of 1024 lets a body of a kilobyte overflow the stack of a
     // thread of tokio's, which ends the process.
     reader.set_max_depth(128);
     let value = T::deserialize(&mut reader)
-        .map_err(|e| undecodable(anyhow::Error::new(e).context("the body as MessagePack")))?;
+        .map_err(|e| ("the body as MessagePack".to_owned(), Some(e.into())))?;
     // A JSON text begins with what MessagePack takes for a small number.
     if rest.is_empty() {
         Ok(value)
     } else {
-        Err(undecodable(anyhow::anyhow!(
-            "the body as MessagePack: {} bytes are left over",
-            rest.len()
-        )))
+        Err((format!("the body as MessagePack: {} bytes are left over", rest.len()), None))
     }
 }
 
@@ -223,6 +269,57 @@ mod tests {
         }
         let left_over = job(Some("application/msgpack"), json).decode::<u8>().unwrap_err();
         assert!(left_over.to_string().contains("left over"), "{left_over}");
+    }
+
+    #[test]
+    fn a_byte_order_mark_before_a_json_text_is_skipped() {
+        let order = Order { id: 7, item: "tea".to_owned() };
+        let body = b"\xef\xbb\xbf{\"id\":7,\"item\":\"tea\"}".to_vec();
+        let read: Order = job(Some("application/json"), body.clone()).decode().unwrap();
+        assert_eq!(read, order);
+        assert!(job(Some("application/msgpack"), body).decode::<Order>().is_err());
+        let twice = "\u{feff}\u{feff}1".as_bytes().to_vec();
+        assert!(job(Some("application/json"), twice).decode::<u8>().is_err(), "one, not all");
+    }
+
+    #[test]
+    fn an_encoding_or_charset_that_is_in_the_way_is_named() {
+        let read = |content_type: &str, encoding: Option<&str>, body: &[u8]| {
+            let mut properties = BasicProperties::default().with_content_type(content_type.into());
+            if let Some(encoding) = encoding {
+                properties = properties.with_content_encoding(encoding.into());
+            }
+            let (exchange, routing_key) = ("shop".into(), "order.new".into());
+            let body = body.to_vec();
+            let message = Message { exchange, routing_key, redelivered: false, properties, body };
+            Job::new(message, Story::default()).decode::<u8>().map_err(|error| error.to_string())
+        };
+        let (zipped, latin) = (b"\x1f\x8b\x08\x00", b"\"\xe9\"");
+        for (content_type, encoding, body, says) in [
+            ("application/json", Some("gzip"), zipped.as_slice(), "content encoding \"gzip\""),
+            ("application/msgpack", Some("zstd"), zipped, "content encoding \"zstd\""),
+            ("text/plain", Some("deflate"), zipped, "content encoding \"deflate\""),
+            ("application/json; charset=ISO-8859-1", None, latin, "charset is \"ISO-8859-1\""),
+            ("application/json;a=b; Charset = \"utf-16\"", None, latin, "charset is \"utf-16\""),
+        ] {
+            let error = read(content_type, encoding, body).unwrap_err();
+            assert!(error.contains(says), "{error}");
+        }
+        // What is said of a body that can be read all the same is not judged.
+        for (content_type, encoding) in [
+            ("application/json; charset=ISO-8859-1", None),
+            ("application/json", Some("utf-8")),
+            ("application/json", Some("gzip")),
+        ] {
+            assert_eq!(read(content_type, encoding, b"7"), Ok(7));
+        }
+        for (content_type, encoding) in [
+            ("application/json; charset=UTF-8", Some("identity")),
+            ("application/json", Some("utf-8")),
+            ("application/json; charset=\"us-ascii\"", Some("")),
+        ] {
+            assert_eq!(read(content_type, encoding, b"{"), Err("the body as JSON".to_owned()));
+        }
     }
 
     #[test]
