@@ -63,7 +63,8 @@ pub enum Event {
         level: u32,
         /// The lane's delay. It counts from the hand-off's publish, not from the failure.
         delay: Duration,
-        /// When the broker gives it back: the publish and the delay.
+        /// When it is run again: the publish and the delay. Where one lane is not enough for a
+        /// [`retry_after`](crate::retry_after), the end of the whole wait.
         due: SystemTime,
         /// How the attempt failed.
         kind: FailureKind,
@@ -77,7 +78,7 @@ pub enum Event {
         job: Job,
         /// The lane's delay.
         delay: Duration,
-        /// When the broker gives it back.
+        /// When it is run, after all lanes that it still has to go through.
         due: SystemTime,
         /// Why.
         why: Postponed,
@@ -106,7 +107,10 @@ pub enum Event {
         job: Job,
         /// Why.
         reason: BuriedReason,
-        /// The last error and its sources; empty if no attempt was made.
+        /// Which limit it passed, and by how much; or which header makes no sense. The header
+        /// `buried-detail`.
+        detail: String,
+        /// The error of its last attempt and its sources; if it was not run now, the detail.
         error: String,
     },
     /// The job went back to the work queue without a verdict. Jobs that a pause or a shutdown gives

@@ -3,7 +3,9 @@
 
 mod budget;
 mod copy;
+mod death;
 mod header;
+mod limit;
 mod story;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -18,6 +20,7 @@ use lapin::{
 pub(crate) use self::{
     copy::{Copier, TooLarge},
     header::cut,
+    limit::{Limit, span},
     story::{Failure, Story},
 };
 use crate::policy::Interrupted;

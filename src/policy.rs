@@ -107,11 +107,12 @@ pub enum BuriedReason {
     Rejected,
     /// Its body could not be decoded.
     Undecodable,
-    /// Its next delay would have ended after its deadline, or it arrived past it.
+    /// Its next delay would have ended after its deadline or age limit, or it arrived past it; or its
+    /// handler asked for a wait of more than 10 years or 10,000 hops.
     Expired,
     /// Its worker's process died again and again while this job ran, and nothing else did.
     CrashLoop,
-    /// One of our headers on it makes no sense. The odd value is kept.
+    /// One of our headers on it makes no sense. `buried-detail` names it, and the odd value is kept.
     InvalidHeaders,
     /// Its headers leave no room for ours in one AMQP frame.
     TooLarge,
@@ -192,8 +193,8 @@ impl RetryPolicy {
 
     /// How old a job may get before it is given up. Default: no limit.
     ///
-    /// The age counts from the message's `timestamp` property if it has one that is not in the
-    /// future, else from its first failure. A job whose next delay would end after this age is
+    /// The age counts from the message's `timestamp` property if it has one that is neither in the
+    /// future nor 0, else from its first failure. A job whose next delay would end after this age is
     /// buried as `expired` at once; one that arrives past it is buried without a run.
     #[must_use]
     pub fn max_age(mut self, age: Duration) -> Self {

@@ -17,7 +17,6 @@ pub use self::shield::Shield;
 pub(crate) use self::{
     deck::Decks,
     declare::{about_permissions, declare, make},
-    place::Wait,
 };
 #[cfg(feature = "doctor")]
 pub(crate) use self::{

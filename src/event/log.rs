@@ -100,12 +100,13 @@ pub(super) fn log(queue: &str, event: &Event) {
         Event::Resumed { why, .. } => {
             tracing::info!(queue, ?why, "resumed");
         }
-        Event::Buried { job, reason, error } => {
+        Event::Buried { job, reason, detail, error } => {
             tracing::warn!(
                 queue,
                 job_id = job.id(),
                 job_type = job.kind(),
                 reason = reason.as_str(),
+                detail,
                 error,
                 "buried"
             );

@@ -10,8 +10,10 @@ use lapin::{
 
 use super::{
     Story,
-    header::{BURIED_DROPPED_HEADERS, BURIED_REASON, RETRY_QUEUE, entry_len, string, table_len},
-    story::shrink,
+    header::{
+        BURIED_DROPPED_HEADERS, BURIED_REASON, RETRY_QUEUE, cut, entry_len, string, table_len,
+    },
+    story::{SHORT_ERROR_BYTES, shrink},
 };
 use crate::policy::BuriedReason;
 
@@ -54,12 +56,18 @@ pub(super) fn fit_buried(
     mut foreign: Vec<Header<'_>>,
     mut story: Story,
     reason: BuriedReason,
-    room: usize,
+    (room, frame_max): (usize, u32),
 ) -> (FieldTable, BuriedReason) {
     let mut shortest = match fit(work_queue, &foreign, &story, room) {
         Ok(headers) => return (headers, reason),
         Err(shortest) => shortest,
     };
+    if reason != BuriedReason::TooLarge {
+        let before = story.detail.take().map_or(String::new(), |detail| format!(": {detail}"));
+        let detail = too_large(frame_max) + &format!("; it was to be buried as {reason}{before}");
+        shortest.detail = Some(cut(&detail, SHORT_ERROR_BYTES).into_owned());
+        story.detail = Some(detail);
+    }
     // Where an odd value goes, a value of ours takes its place.
     shortest.drop_kept(|_| true);
     let list_len = entry_len(BURIED_DROPPED_HEADERS, &string("")) + DROPPED_BYTES;
@@ -80,6 +88,14 @@ pub(super) fn fit_buried(
         bare
     });
     (headers, BuriedReason::TooLarge)
+}
+
+/// What a burial says of headers that do not fit.
+pub(super) fn too_large(frame_max: u32) -> String {
+    format!(
+        "its headers leave no room for the retry headers in an AMQP frame of {frame_max} bytes \
+         (frame_max)"
+    )
 }
 
 /// The headers of a copy for a lane. Over the budget ours shrink: history, error, originals. An error

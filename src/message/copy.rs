@@ -63,13 +63,16 @@ impl Copier<'_> {
     ) -> (Outgoing, BuriedReason) {
         let properties = self.properties(message, id, &mut story);
         let room = self.room(&properties);
+        if reason == BuriedReason::TooLarge {
+            story.detail.get_or_insert_with(|| budget::too_large(self.frame_max));
+        }
         story.bury(reason, at, by);
         let (headers, reason) = budget::fit_buried(
             self.work_queue,
             foreign_headers(&message.properties),
             story,
             reason,
-            room,
+            (room, self.frame_max),
         );
         let properties = properties.with_headers(headers);
         let copy = Outgoing { queue: queue.into(), properties, original: Arc::clone(message) };

@@ -7,6 +7,7 @@ use lapin::types::{AMQPValue, FieldArray, FieldTable};
 pub(super) const RETRY_COUNT: &str = "retry-count";
 pub(super) const RETRY_LEVEL: &str = "retry-level";
 pub(super) const RETRY_DUE_AT: &str = "retry-due-at";
+pub(super) const RETRY_WAIT_LEFT: &str = "retry-wait-left";
 pub(super) const RETRY_NOT_BEFORE: &str = "retry-not-before";
 pub(super) const RETRY_FIRST_FAILED_AT: &str = "retry-first-failed-at";
 pub(super) const RETRY_LAST_FAILED_AT: &str = "retry-last-failed-at";
@@ -18,21 +19,24 @@ pub(super) const RETRY_ORIGINAL_EXCHANGE: &str = "retry-original-exchange";
 pub(super) const RETRY_ORIGINAL_ROUTING_KEY: &str = "retry-original-routing-key";
 pub(super) const RETRY_ORIGINAL_CC: &str = "retry-original-cc";
 pub(super) const RETRY_ORIGINAL_USER_ID: &str = "retry-original-user-id";
+pub(super) const RETRY_ORIGINAL_DEATH: &str = "retry-original-death";
 pub(super) const RETRY_FOREIGN_COUNT: &str = "retry-foreign-count";
 pub(super) const RETRY_BUSY_COUNT: &str = "retry-busy-count";
 pub(super) const RETRY_CRASH_COUNT: &str = "retry-crash-count";
 pub(super) const RETRY_EXHUMED_COUNT: &str = "retry-exhumed-count";
 pub(super) const RETRY_DEADLINE: &str = "retry-deadline";
 pub(super) const BURIED_REASON: &str = "buried-reason";
+pub(super) const BURIED_DETAIL: &str = "buried-detail";
 pub(super) const BURIED_AT: &str = "buried-at";
 pub(super) const BURIED_BY: &str = "buried-by";
 pub(super) const BURIED_DROPPED_HEADERS: &str = "buried-dropped-headers";
 
 /// All of ours. None is copied as it is: each is written anew from the story, or left out.
-pub(super) const OURS: [&str; 23] = [
+pub(super) const OURS: [&str; 26] = [
     RETRY_COUNT,
     RETRY_LEVEL,
     RETRY_DUE_AT,
+    RETRY_WAIT_LEFT,
     RETRY_NOT_BEFORE,
     RETRY_FIRST_FAILED_AT,
     RETRY_LAST_FAILED_AT,
@@ -44,12 +48,14 @@ pub(super) const OURS: [&str; 23] = [
     RETRY_ORIGINAL_ROUTING_KEY,
     RETRY_ORIGINAL_CC,
     RETRY_ORIGINAL_USER_ID,
+    RETRY_ORIGINAL_DEATH,
     RETRY_FOREIGN_COUNT,
     RETRY_BUSY_COUNT,
     RETRY_CRASH_COUNT,
     RETRY_EXHUMED_COUNT,
     RETRY_DEADLINE,
     BURIED_REASON,
+    BURIED_DETAIL,
     BURIED_AT,
     BURIED_BY,
     BURIED_DROPPED_HEADERS,
@@ -62,7 +68,7 @@ pub(super) fn is_the_brokers(name: &str) -> bool {
     const NAMES: [&str; 11] = [
         "x-death",
         "x-first-death-exchange",
-        "x-first-death-queue",
+        super::death::FIRST_DEATH_QUEUE,
         "x-first-death-reason",
         "x-last-death-exchange",
         "x-last-death-queue",
@@ -75,11 +81,15 @@ pub(super) fn is_the_brokers(name: &str) -> bool {
     NAMES.contains(&name) || name.starts_with("x-opt-")
 }
 
-/// The one reader of a number in a header, which any client of any language may have written:
-/// every integer width, a float without a fraction, a decimal string.
-///
-/// `None` is a value that makes no sense as a count: negative, over `u32::MAX`, or no number.
+/// A count. `None` is a value that makes no sense as one: negative, over `u32::MAX`, or no number.
 pub(super) fn number(value: &AMQPValue) -> Option<u32> {
+    integer(value)?.try_into().ok()
+}
+
+/// The one reader of a number in a header, which any client of any language may have written:
+/// every integer width, a float without a fraction, a decimal string. `None` if it is negative, over
+/// `u64::MAX`, or no number.
+pub(super) fn integer(value: &AMQPValue) -> Option<u64> {
     let integer: i128 = match value {
         AMQPValue::ShortShortInt(n) => (*n).into(),
         AMQPValue::ShortShortUInt(n) => (*n).into(),
@@ -93,11 +103,11 @@ pub(super) fn number(value: &AMQPValue) -> Option<u32> {
         AMQPValue::LongString(_) | AMQPValue::ShortString(_) => text(value)?.trim().parse().ok()?,
         _ => return None,
     };
-    u32::try_from(integer).ok()
+    u64::try_from(integer).ok()
 }
 
 fn whole(n: f64) -> Option<i128> {
-    // `as` saturates, which is over u32::MAX all the same.
+    // `as` saturates, which is over u64::MAX all the same.
     (n.fract() == 0.0).then_some(n as i128)
 }
 
@@ -115,8 +125,45 @@ pub(super) fn instant(value: &AMQPValue) -> Option<SystemTime> {
     humantime::parse_rfc3339_weak(text(value)?.trim()).ok()
 }
 
-pub(super) fn long(n: u32) -> AMQPValue {
-    AMQPValue::LongLongInt(n.into())
+pub(super) fn long(n: impl TryInto<i64>) -> AMQPValue {
+    AMQPValue::LongLongInt(n.try_into().unwrap_or(i64::MAX))
+}
+
+/// What a header of ours should hold.
+pub(super) fn sense(name: &str) -> &'static str {
+    match name {
+        RETRY_WAIT_LEFT => "a number of milliseconds",
+        RETRY_FIRST_FAILED_AT | RETRY_DEADLINE | RETRY_NOT_BEFORE => {
+            "an instant such as 2026-01-31T12:00:00Z"
+        }
+        RETRY_ORIGINAL_EXCHANGE | RETRY_ORIGINAL_ROUTING_KEY => "a name of at most 255 bytes",
+        _ => "a whole number from 0 to 4294967295",
+    }
+}
+
+/// A value for an error's text.
+pub(super) fn shown(value: &AMQPValue) -> String {
+    match value {
+        AMQPValue::Void => "empty".to_owned(),
+        AMQPValue::Boolean(n) => n.to_string(),
+        AMQPValue::ShortShortInt(n) => n.to_string(),
+        AMQPValue::ShortShortUInt(n) => n.to_string(),
+        AMQPValue::ShortInt(n) => n.to_string(),
+        AMQPValue::ShortUInt(n) => n.to_string(),
+        AMQPValue::LongInt(n) => n.to_string(),
+        AMQPValue::LongUInt(n) => n.to_string(),
+        AMQPValue::LongLongInt(n) => n.to_string(),
+        AMQPValue::Float(n) => n.to_string(),
+        AMQPValue::Double(n) => n.to_string(),
+        AMQPValue::Timestamp(n) => format!("the timestamp {n}"),
+        AMQPValue::DecimalValue(_) => "a decimal".to_owned(),
+        AMQPValue::ByteArray(bytes) => format!("{} bytes", bytes.len()),
+        AMQPValue::FieldArray(array) => format!("a list of {}", array.as_slice().len()),
+        AMQPValue::FieldTable(table) => format!("a table of {}", table.inner().len()),
+        AMQPValue::LongString(_) | AMQPValue::ShortString(_) => {
+            format!("{:?}", cut(text(value).unwrap_or_default(), 64))
+        }
+    }
 }
 
 /// Always a long string: the broker closes the connection at a short one.
@@ -255,6 +302,10 @@ pub(super) mod tests {
             assert_eq!(number(&value), None, "{value:?}");
         }
         assert_eq!(number(&AMQPValue::LongUInt(u32::MAX)), Some(u32::MAX));
+        assert_eq!(number(&AMQPValue::LongLongInt(1 << 32)), None);
+        assert_eq!(integer(&AMQPValue::LongLongInt(i64::MAX)), Some(i64::MAX as u64));
+        assert_eq!(integer(&string("18446744073709551616")), None);
+        assert_eq!(integer(&AMQPValue::Double(2e19)), None);
     }
 
     #[test]
@@ -274,7 +325,7 @@ pub(super) mod tests {
     proptest! {
         #[test]
         fn reading_never_panics(value in values()) {
-            let _ = (number(&value), text(&value), instant(&value));
+            let _ = (number(&value), text(&value), instant(&value), shown(&value));
         }
 
         #[test]

@@ -13,7 +13,7 @@ use lapin::{
     types::{AMQPValue, FieldArray, FieldTable},
 };
 
-use super::{Message, header::*};
+use super::{Limit, Message, death, header::*};
 use crate::policy::{BuriedReason, FailureKind};
 
 /// How many attempts `retry-history` tells of.
@@ -23,7 +23,9 @@ pub(crate) const ERROR_BYTES: usize = 1024;
 /// How much of it each entry of the history keeps.
 const HISTORY_ERROR_BYTES: usize = 256;
 /// How much of it is kept when room is scarce, before it is given up.
-const SHORT_ERROR_BYTES: usize = 128;
+pub(super) const SHORT_ERROR_BYTES: usize = 128;
+/// How much of `buried-detail` is kept.
+const DETAIL_BYTES: usize = 512;
 /// How much of a worker's name is kept. Nothing makes `buried-by` shorter later.
 const WORKER_BYTES: usize = 255;
 
@@ -39,7 +41,11 @@ pub(crate) struct Story {
     pub(super) level: Option<String>,
     pub(super) due_at: Option<SystemTime>,
     pub(crate) deadline: Option<SystemTime>,
-    /// Only while one lane is not enough: the job is not run before.
+    /// Only while one lane is not enough: how long the job still waits after this lane, in ms. Each
+    /// lane takes off its fixed delay, so that no clock can make it early.
+    pub(crate) wait_left: Option<u64>,
+    /// The same end as an instant, for people. It decides only for a copy of a version that wrote no
+    /// `wait_left`.
     pub(crate) not_before: Option<SystemTime>,
     pub(super) error: Option<String>,
     pub(super) error_kind: Option<String>,
@@ -51,8 +57,12 @@ pub(crate) struct Story {
     pub(super) original_routing_key: Option<String>,
     pub(super) original_cc: Option<AMQPValue>,
     pub(super) original_user_id: Option<String>,
+    /// It came as a dead letter of another queue.
+    pub(super) original_death: Option<AMQPValue>,
     pub(super) foreign_count: Option<AMQPValue>,
     pub(super) buried: Option<Burial>,
+    /// If it is to be buried: which limit it passed, and by how much.
+    pub(crate) detail: Option<String>,
     /// Put back from the buried queue, and not tried since.
     exhumed: bool,
     /// Headers of ours whose value makes no sense. Judged only when a failure needs them.
@@ -90,7 +100,8 @@ impl Story {
     /// What [`read`](Self::read) finds, if it finds anything.
     pub(crate) fn if_any(message: &Message, work_queue: &str) -> Option<Self> {
         let headers = message.properties.headers().as_ref()?.inner();
-        let any = [RETRY_QUEUE, RETRY_COUNT].iter().any(|name| headers.contains_key(*name));
+        let names = [RETRY_QUEUE, RETRY_COUNT, death::FIRST_DEATH_QUEUE];
+        let any = names.iter().any(|name| headers.contains_key(*name));
         any.then(|| Self::read(message, work_queue))
     }
 
@@ -102,7 +113,9 @@ impl Story {
         let named = |key: &str| headers.get(key);
 
         if named(RETRY_QUEUE).and_then(text).as_deref() != Some(work_queue) {
-            return Self { foreign_count: named(RETRY_COUNT).cloned(), ..Self::default() };
+            let original_death = death::first(headers);
+            let foreign_count = named(RETRY_COUNT).cloned();
+            return Self { original_death, foreign_count, ..Self::default() };
         }
 
         let mut odd = Vec::new();
@@ -126,6 +139,8 @@ impl Story {
         let first_failed_at = time(RETRY_FIRST_FAILED_AT);
         let deadline = time(RETRY_DEADLINE);
         let not_before = time(RETRY_NOT_BEFORE);
+        let wait_left = named(RETRY_WAIT_LEFT).map(integer);
+        judged(RETRY_WAIT_LEFT, wait_left != Some(None));
         let mut origin = |key| {
             let read = named(key).map(text);
             // AMQP has no longer names.
@@ -140,6 +155,7 @@ impl Story {
             exhumed_count,
             first_failed_at,
             deadline,
+            wait_left: wait_left.flatten(),
             not_before,
             original_exchange: origin(RETRY_ORIGINAL_EXCHANGE),
             original_routing_key: origin(RETRY_ORIGINAL_ROUTING_KEY),
@@ -159,8 +175,10 @@ impl Story {
             original_user_id: named(RETRY_ORIGINAL_USER_ID)
                 .and_then(text)
                 .map(|user| cut(user, 255).into_owned()),
+            original_death: named(RETRY_ORIGINAL_DEATH).and_then(death::kept),
             foreign_count: named(RETRY_FOREIGN_COUNT).cloned(),
             buried: None,
+            detail: None,
             exhumed: false,
             odd,
         };
@@ -178,9 +196,23 @@ impl Story {
         self.crash_count = 0;
         self.first_failed_at = None;
         self.exhumed = true;
-        self.not_before = None;
+        self.time_has_come();
         // An odd count was what it was buried for; whoever put it back knows.
         self.odd.clear();
+    }
+
+    /// It has waited, or waits no longer.
+    pub(crate) fn time_has_come(&mut self) {
+        self.wait_left = None;
+        self.not_before = None;
+    }
+
+    /// How long it is still to wait. The clock is looked at only where nothing else is known.
+    pub(crate) fn still_to_wait(&self, now: SystemTime) -> Duration {
+        match self.wait_left {
+            Some(ms) => Duration::from_millis(ms),
+            None => self.not_before.and_then(|at| at.duration_since(now).ok()).unwrap_or_default(),
+        }
     }
 
     /// Whoever put a buried job back wants it run: a deadline that is past is forgotten.
@@ -280,16 +312,18 @@ impl Story {
         }
     }
 
-    /// The instant after which the job is given up: its own deadline, or the end of its policy's
-    /// maximum age, whichever is earlier.
+    /// When the job is given up: at its own deadline, or at the end of its policy's maximum age,
+    /// whichever is earlier.
     pub(crate) fn expires_at(
         &self,
         properties: &BasicProperties,
         max_age: Option<Duration>,
         now: SystemTime,
-    ) -> Option<SystemTime> {
-        let too_old = max_age.and_then(|age| self.born(properties, now).checked_add(age));
-        self.end_of_life(properties, now).into_iter().chain(too_old).min()
+    ) -> Option<(SystemTime, Limit)> {
+        let too_old = max_age
+            .and_then(|age| Some((self.born(properties, now).checked_add(age)?, Limit::Age(age))));
+        let deadline = self.end_of_life(properties, now).map(|at| (at, Limit::Deadline));
+        deadline.into_iter().chain(too_old).min_by_key(|(at, _)| *at)
     }
 
     /// The job's own deadline: what its headers say, or at first its lifetime.
@@ -307,13 +341,15 @@ impl Story {
         self.original_exchange.is_none()
     }
 
-    /// When the job's life began: its timestamp if it has one that is not in the future, else its
-    /// first failure. A job that was put back lives from its first failure after.
+    /// When the job's life began: its timestamp if it has one that is not 0 nor in the future, else
+    /// its first failure. A job that was put back lives from its first failure after.
     fn born(&self, properties: &BasicProperties, now: SystemTime) -> SystemTime {
         let stamp = properties
             .timestamp()
             .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
-            .filter(|stamp| *stamp <= now && self.exhumed_count == 0);
+            // Many clients write 0 where none was set.
+            .filter(|stamp| *stamp > SystemTime::UNIX_EPOCH && *stamp <= now)
+            .filter(|_| self.exhumed_count == 0);
         stamp.or(self.first_failed_at).unwrap_or(now)
     }
 
@@ -334,6 +370,7 @@ impl Story {
 
     pub(crate) fn bury(&mut self, reason: BuriedReason, at: SystemTime, by: &str) {
         self.due_at = None;
+        self.wait_left = None;
         self.buried =
             Some(Burial { reason, at, by: cut(by, WORKER_BYTES).into_owned(), dropped: None });
     }
@@ -341,6 +378,14 @@ impl Story {
     /// Whether a header of ours that decides something makes no sense.
     pub(crate) fn is_odd(&self) -> bool {
         !self.odd.is_empty()
+    }
+
+    /// Which headers those are, what they hold, and what they should.
+    pub(crate) fn odd_text(&self) -> String {
+        let texts = self.odd.iter().map(|(name, value)| {
+            format!("the header {name} is {}, not {}", shown(value), sense(name))
+        });
+        texts.collect::<Vec<_>>().join("; ")
     }
 
     /// The exchange that the job was published to, unless the delivery's own still tells.
@@ -387,6 +432,7 @@ impl Story {
         set(RETRY_LEVEL, words(&self.level));
         set(RETRY_DUE_AT, time(self.due_at));
         set(RETRY_DEADLINE, time(self.deadline));
+        set(RETRY_WAIT_LEFT, self.wait_left.map(long));
         set(RETRY_NOT_BEFORE, time(self.not_before));
         set(RETRY_ERROR, words(&self.error));
         set(RETRY_ERROR_KIND, words(&self.error_kind));
@@ -395,9 +441,11 @@ impl Story {
         set(RETRY_ORIGINAL_ROUTING_KEY, words(&self.original_routing_key));
         set(RETRY_ORIGINAL_CC, self.original_cc.clone());
         set(RETRY_ORIGINAL_USER_ID, words(&self.original_user_id));
+        set(RETRY_ORIGINAL_DEATH, self.original_death.clone());
         set(RETRY_FOREIGN_COUNT, self.foreign_count.clone());
         if let Some(burial) = &self.buried {
             set(BURIED_REASON, Some(string(burial.reason.as_str())));
+            set(BURIED_DETAIL, self.detail.as_deref().map(|why| string(cut(why, DETAIL_BYTES))));
             set(BURIED_AT, time(Some(burial.at)));
             set(BURIED_BY, Some(string(&burial.by)));
             set(BURIED_DROPPED_HEADERS, words(&burial.dropped));
@@ -423,9 +471,13 @@ pub(super) fn shrink(story: &mut Story, step: &mut u32) -> bool {
         1 => {
             story.error = story.error.take().map(|error| cut(error, SHORT_ERROR_BYTES).into_owned())
         }
-        2 => story.error = None,
+        2 => {
+            story.error = None;
+            story.detail = story.detail.take().map(|why| cut(why, SHORT_ERROR_BYTES).into_owned());
+        }
         3 => {
             story.original_user_id = None;
+            story.original_death = None;
             story.original_exchange = None;
             story.original_routing_key = None;
         }

@@ -112,7 +112,9 @@ pub fn undecodable(error: impl Into<anyhow::Error>) -> Marked {
 ///
 /// The job waits in a lane that is not shorter, drawn among those of up to a quarter more, so that
 /// a herd that was sent away together does not return together. A delay longer than the longest
-/// lane is waited out hop by hop, without the handler being called in between.
+/// lane is waited out hop by hop, without the handler being called in between. It is never early,
+/// whatever the clocks say; time spent in the work queue between two hops is not counted, so behind a
+/// backlog it ends later. More than 10 years or 10,000 hops bury the job as `expired`.
 ///
 /// ```
 /// # use std::time::Duration;

@@ -15,13 +15,16 @@ use super::Settled;
 use crate::{
     BuriedReason, Error, Event, FailureKind, Job, QueueType, Settings, Topology,
     event::Postponed,
-    message::{Failure, Story},
+    message::{Failure, Story, span},
     policy::{Decision, Verdict, chain},
-    topology::{Decks, Lane, Wait},
+    topology::{Decks, Lane},
 };
 
 /// What is left of a wait and shorter than this is waited out in the worker.
 const SHORT: Duration = Duration::from_secs(1);
+/// What is said of a burial for which there was no room.
+const TOO_LARGE: &str = "its headers leave no room for the retry headers in an AMQP frame; the \
+                         header buried-dropped-headers of the buried job says which were left out";
 /// The resolution of a message's timestamp.
 const TIMESTAMP: Duration = Duration::from_secs(1);
 
@@ -92,6 +95,12 @@ impl Move {
         Self { story, to, kind: FailureKind::Failed, error: String::new() }
     }
 
+    fn unrun_burial(job: &Job, now: SystemTime, reason: BuriedReason, why: String) -> Self {
+        let mut to = Self::unrun(job, now, To::Buried(reason));
+        to.story.detail = Some(why);
+        to
+    }
+
     /// Where it waits, if it does.
     pub(super) fn lane(&self) -> Option<&Lane> {
         match &self.to {
@@ -106,7 +115,7 @@ impl Move {
     }
 
     /// Onward from `now`, which the story then tells of: into a lane, or to the work queue, and when
-    /// it is due; or the reason to bury it.
+    /// it is due, after all hops; or the reason to bury it.
     pub(super) fn onward(
         &mut self,
         now: SystemTime,
@@ -115,18 +124,24 @@ impl Move {
             return Err(reason);
         }
         let Some(lane) = self.lane().cloned() else { return Ok((None, now)) };
-        let due = now + Duration::from_millis(lane.delay_ms);
+        let due = now + wait(&lane, &self.story);
         self.story.go_to(due);
         Ok((Some(lane), due))
     }
 
     /// What to say of a job that is due then, or buried; and what became of it.
     pub(super) fn said(self, job: Job, due: Result<SystemTime, BuriedReason>) -> (Event, Settled) {
-        let Self { to, kind, error, .. } = self;
+        let Self { to, kind, error, story } = self;
         let delay = |lane: &Lane| Duration::from_millis(lane.delay_ms);
         match (to, due) {
             (_, Err(reason)) | (To::Buried(reason), _) => {
-                (Event::Buried { job, reason, error }, Settled::Buried)
+                let detail = match reason {
+                    BuriedReason::TooLarge => TOO_LARGE.to_owned(),
+                    _ => story.detail.unwrap_or_default(),
+                };
+                // Of a job that was not run this is all that there is to say.
+                let error = if error.is_empty() { detail.clone() } else { error };
+                (Event::Buried { job, reason, detail, error }, Settled::Buried)
             }
             (To::Level { level, lane }, Ok(due)) => {
                 let settled = Settled::Retried { level, due };
@@ -169,26 +184,44 @@ impl Rules {
     /// would have succeeded is not buried for it.
     pub(crate) fn on_arrival(&self, job: &Job, now: SystemTime) -> Arrival {
         let story = job.story();
-        let unrun = |to| Arrival::Move(Box::new(Move::unrun(job, now, to)));
-        let bury = |reason| unrun(To::Buried(reason));
         let max_age = self.settings.policies.at(self.settings.policies.of(job)).age_limit();
-        let mut expires_at = story.expires_at(job.properties(), max_age, now);
-        if story.is_first() {
-            // A timestamp has whole seconds, so the job may be younger.
-            expires_at = expires_at.and_then(|end| end.checked_add(TIMESTAMP));
+        if let Some((end, limit)) = story.expires_at(job.properties(), max_age, now) {
+            // A timestamp has whole seconds, so a job that comes first may be younger.
+            let grace = if story.is_first() { TIMESTAMP } else { Duration::ZERO };
+            if let Ok(late) = now.duration_since(end)
+                && late > grace
+            {
+                let why = format!("it arrived {} after {}", span(late), limit.text(end));
+                return Arrival::Move(Box::new(Move::unrun_burial(
+                    job,
+                    now,
+                    BuriedReason::Expired,
+                    why,
+                )));
+            }
         }
-        if expires_at.is_some_and(|end| end < now) {
-            return bury(BuriedReason::Expired);
+        let left = story.still_to_wait(now);
+        if left.is_zero() {
+            Arrival::Run
+        } else if left < SHORT {
+            Arrival::RunAfter(left)
+        } else {
+            Arrival::Move(Box::new(self.hop(job, left, now)))
         }
-        let left = story.not_before.and_then(|at| at.duration_since(now).ok());
-        match left {
-            None => Arrival::Run,
-            Some(left) if left < SHORT => Arrival::RunAfter(left),
-            Some(left) => match self.wait(job, left) {
-                Some(lane) => unrun(To::Hop { lane }),
-                None => bury(BuriedReason::InvalidHeaders),
-            },
+    }
+
+    /// The next lane of a wait that has begun.
+    fn hop(&self, job: &Job, left: Duration, now: SystemTime) -> Move {
+        let (policy, wait_ms) = (self.settings.policies.of(job), whole_ms(left));
+        if !self.topology.in_reach(policy, wait_ms) {
+            let why = format!("retry-wait-left or retry-not-before on it: {}", out_of_reach(left));
+            return Move::unrun_burial(job, now, BuriedReason::InvalidHeaders, why);
         }
+        let lane = self.topology.place(policy, wait_ms, &mut self.chance().rng).clone();
+        let wait_left = wait_ms.saturating_sub(lane.delay_ms);
+        let mut to = Move::unrun(job, now, To::Hop { lane });
+        to.story.wait_left = Some(wait_left);
+        to
     }
 
     /// A suspect is not run: it goes to the tail of its queue, to be run alone; or, if its process
@@ -206,6 +239,11 @@ impl Rules {
             to.story.note(Failure { kind, error, at: now, level, worker });
         }
         if lone_crashes >= self.settings.crash_limit {
+            let limit = self.settings.crash_limit;
+            to.story.detail = Some(format!(
+                "{lone_crashes} processes in a row died while they ran it with nothing else; the \
+                 crash limit is {limit}"
+            ));
             to.to = To::Buried(BuriedReason::CrashLoop);
         } else {
             to.story.count_lone_run();
@@ -228,8 +266,7 @@ impl Rules {
         let index = self.settings.policies.of(job);
         let policy = self.settings.policies.at(index);
         let mut story = job.story().clone();
-        // Reached, for the job was run.
-        story.not_before = None;
+        story.time_has_come();
         story.survived();
         let decision = policy.decide(story.retry_count, story.busy_count, &verdict);
         let Verdict::Failed { kind, error, .. } = verdict else { return None };
@@ -252,9 +289,15 @@ impl Rules {
         }
         story.remember(job.message(), now);
         let to = match decision {
-            _ if odd => To::Buried(BuriedReason::InvalidHeaders),
+            _ if odd => {
+                story.detail = Some(story.odd_text());
+                To::Buried(BuriedReason::InvalidHeaders)
+            }
             Decision::Done => return None,
-            Decision::Bury(reason) => To::Buried(reason),
+            Decision::Bury(reason) => {
+                story.detail = Some(why_buried(reason, story.retry_count, policy.retries()));
+                To::Buried(reason)
+            }
             Decision::Return => To::WorkQueue,
             Decision::Busy => To::Busy { in_a_row, lane: self.busy(in_a_row) },
             Decision::Retry(level) => {
@@ -264,33 +307,19 @@ impl Rules {
             Decision::RetryAfter(level, delay) => {
                 match self.wait_from(index, delay, now, &mut story) {
                     Some(lane) => To::Level { level, lane },
-                    None => To::Buried(BuriedReason::InvalidHeaders),
+                    None => {
+                        let asked = out_of_reach(delay);
+                        story.detail = Some(format!("its handler asked for too long: {asked}"));
+                        To::Buried(BuriedReason::Expired)
+                    }
                 }
             }
         };
-        let to = self.in_time(to, &story, job, policy.age_limit(), now);
+        let to = in_time(to, &mut story, job, policy.age_limit(), now);
         if let To::Level { level, .. } = to {
             story.set_level(policy.level_label(level));
         }
         Some(Move { story, to, kind, error })
-    }
-
-    /// The buried queue instead, if the delay would end after the deadline.
-    fn in_time(
-        &self,
-        to: To,
-        story: &Story,
-        job: &Job,
-        max_age: Option<Duration>,
-        now: SystemTime,
-    ) -> To {
-        let (To::Level { lane, .. } | To::Busy { lane, .. }) = &to else { return to };
-        let due = now + Duration::from_millis(lane.delay_ms);
-        let due = story.not_before.map_or(due, |at| due.max(at));
-        match story.expires_at(job.properties(), max_age, now) {
-            Some(end) if due > end => To::Buried(BuriedReason::Expired),
-            _ => to,
-        }
     }
 
     fn draw(&self, policy: usize, level_ms: u64) -> Lane {
@@ -304,7 +333,7 @@ impl Rules {
         self.topology.place_busy(in_a_row, &mut self.chance().rng).clone()
     }
 
-    /// A lane for a wait that begins now; where one lane is not enough, the story says until when.
+    /// A lane for a wait that begins now; where one lane is not enough, the story says what is left.
     fn wait_from(
         &self,
         policy: usize,
@@ -316,25 +345,59 @@ impl Rules {
         if !self.topology.in_reach(policy, wait_ms) {
             return None;
         }
-        let wait = self.topology.place(policy, wait_ms, &mut self.chance().rng);
-        if let Wait::Hop(_) = wait {
+        let lane = self.topology.place(policy, wait_ms, &mut self.chance().rng).clone();
+        if lane.delay_ms < wait_ms {
+            story.wait_left = Some(wait_ms - lane.delay_ms);
             // The header has whole milliseconds, and what it cuts off would be early.
             story.not_before = now.checked_add(Duration::from_millis(wait_ms + 1));
         }
-        Some(wait.lane().clone())
-    }
-
-    /// The next lane of a wait that has begun.
-    fn wait(&self, job: &Job, left: Duration) -> Option<Lane> {
-        let wait_ms = whole_ms(left);
-        let policy = self.settings.policies.of(job);
-        let place = || self.topology.place(policy, wait_ms, &mut self.chance().rng).lane().clone();
-        self.topology.in_reach(policy, wait_ms).then(place)
+        Some(lane)
     }
 
     fn chance(&self) -> std::sync::MutexGuard<'_, Chance> {
         self.chance.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The buried queue instead, if the wait would end after the deadline.
+fn in_time(to: To, story: &mut Story, job: &Job, max_age: Option<Duration>, now: SystemTime) -> To {
+    let (To::Level { lane, .. } | To::Busy { lane, .. }) = &to else { return to };
+    let wait = wait(lane, story);
+    let Some((end, limit)) = story.expires_at(job.properties(), max_age, now) else { return to };
+    match (now + wait).duration_since(end) {
+        Ok(late) if !late.is_zero() => {
+            let (wait, late, limit) = (span(wait), span(late), limit.text(end));
+            story.detail = Some(format!("its next delay of {wait} would end {late} after {limit}"));
+            To::Buried(BuriedReason::Expired)
+        }
+        _ => to,
+    }
+}
+
+/// How long it waits, from the publish on: in this lane, and then as long as the story says.
+fn wait(lane: &Lane, story: &Story) -> Duration {
+    let left = Duration::from_millis(story.wait_left.unwrap_or_default());
+    left.saturating_add(Duration::from_millis(lane.delay_ms))
+}
+
+/// What the policy's decision says, for people. `failures` are those charged, with this one.
+fn why_buried(reason: BuriedReason, failures: u32, levels: u32) -> String {
+    let plural = |n: u32, what: &str| format!("{n} {what}{}", if n == 1 { "" } else { "s" });
+    match reason {
+        BuriedReason::Rejected => "its handler said that trying again is of no use".to_owned(),
+        BuriedReason::Undecodable => "its body cannot be read".to_owned(),
+        _ => {
+            let (failures, levels) = (plural(failures, "time"), plural(levels, "level"));
+            format!("it failed {failures}, and its policy has {levels}")
+        }
+    }
+}
+
+fn out_of_reach(wait: Duration) -> String {
+    format!(
+        "a wait of {}; the longest is 10 years, and 10,000 hops through the longest lane",
+        span(wait)
+    )
 }
 
 /// Rounded up, for nothing comes early; at least 1.

@@ -178,13 +178,13 @@ pub enum Settled {
     Retried {
         /// The level it is on now, from 1.
         level: u32,
-        /// When the broker gives it back.
+        /// When it is run again: the end of the whole wait, through however many lanes.
         due: SystemTime,
     },
     /// It waits in a lane without being charged: it was busy, or its time has not come.
     #[non_exhaustive]
     Postponed {
-        /// When the broker gives it back.
+        /// When it is run, after all lanes that it still has to go through.
         due: SystemTime,
     },
     /// It is back at the tail of its work queue, unharmed, and the consumer pauses.

@@ -7,7 +7,7 @@ use lapin::{
     BasicProperties,
     options::{BasicAckOptions, BasicGetOptions},
 };
-use lapin_retry::{BuriedReason, Handle, Jitter, QueueType, RetryConsumer, RetryPolicy};
+use lapin_retry::{BuriedReason, Event, Handle, Jitter, QueueType, RetryConsumer, RetryPolicy};
 use serde_json::{Value, json};
 
 const EXPIRED: End = End::Buried(BuriedReason::Expired);
@@ -104,6 +104,8 @@ async fn a_job_whose_next_delay_would_pass_its_deadline_is_buried_as_expired_at_
     assert_eq!(headers["buried-reason"], "expired");
     assert_eq!(headers["retry-count"], 2);
     assert_eq!(headers["retry-error"], "attempt 1: out of luck");
+    let detail = headers["buried-detail"].as_str().unwrap();
+    assert!(detail.starts_with("its next delay of 10m would end "), "{detail}");
     assert!(headers.get("retry-due-at").is_none(), "{headers}");
     assert!(properties.get("expiration").is_none(), "{properties}");
 }
@@ -117,11 +119,14 @@ async fn the_deadline_counts_from_the_timestamp_or_else_from_the_first_failure()
     // A minute of the two and a half is over, so the next delay does not fit in.
     orders.publish("past", lifetime, Some(seconds(now - minute))).await;
     orders.publish("none", lifetime, None).await;
+    // What many clients write where no timestamp is set.
+    orders.publish("unset", lifetime, Some(0)).await;
     // A clock that is wrong must not give a job more time than it has.
     orders.publish("future", lifetime, Some(seconds(now + 60 * minute))).await;
     let retried = |id: &str| orders.scene.journal.retried(id, 0).is_some();
     eventually("each is in its place", PATIENCE, async || {
-        retried("none") && retried("future") && !orders.scene.journal.ends().is_empty()
+        ["none", "unset", "future"].into_iter().all(retried)
+            && !orders.scene.journal.ends().is_empty()
     })
     .await;
     worker.shutdown(Duration::from_secs(5)).await;
@@ -129,7 +134,7 @@ async fn the_deadline_counts_from_the_timestamp_or_else_from_the_first_failure()
     assert_eq!(orders.scene.journal.ends(), [("past".to_owned(), EXPIRED)]);
 
     let waiting = orders.scene.vhost.api().peek("orders.retry.00120s", 9);
-    assert_eq!(waiting.len(), 2);
+    assert_eq!(waiting.len(), 3);
     for waiting in waiting {
         let headers = &waiting["headers"];
         let failed = headers["retry-first-failed-at"].as_str().unwrap();
@@ -179,6 +184,14 @@ async fn a_job_that_comes_for_the_first_time_past_its_deadline_is_buried_without
     let headers = &orders.buried()["headers"];
     let deadline = SystemTime::UNIX_EPOCH + Duration::from_secs(stamp + 60);
     assert_eq!(headers["retry-deadline"], text(deadline));
+    let detail = headers["buried-detail"].as_str().unwrap();
+    assert!(detail.starts_with("it arrived 9m"), "{detail}");
+    assert!(detail.contains(&format!(" after its deadline of {}", text(deadline))), "{detail}");
+    let told = orders.scene.journal.first("its burial", |event| match event {
+        Event::Buried { detail, error, .. } => Some([detail.clone(), error.clone()]),
+        _ => None,
+    });
+    assert_eq!(told.await, [detail, detail]);
     assert_eq!(headers["retry-count"], 0);
     assert_eq!(headers["retry-original-routing-key"], "orders");
 }

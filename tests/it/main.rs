@@ -6,6 +6,7 @@ mod busy;
 mod configuration;
 mod crash_loops;
 mod credentials;
+mod dead_letters;
 mod deadline;
 mod definitions;
 mod delivered_again;

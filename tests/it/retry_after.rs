@@ -2,7 +2,7 @@
 
 use std::{
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Duration, Instant, SystemTime},
 };
 
 use anyhow::anyhow;
@@ -131,8 +131,16 @@ async fn a_wait_longer_than_the_longest_lane_goes_hop_by_hop_also_over_a_restart
         .await;
     let hopping = scene.vhost.api().peek(WORK, 1).remove(0);
     assert_eq!(hopping["headers"]["retry-count"], 1);
-    let end = apart(&hopping["headers"]["retry-not-before"], now);
-    assert!(end >= wait && end < wait + 5 * SECOND, "{end:?}");
+    for header in ["retry-not-before", "retry-due-at"] {
+        let end = apart(&hopping["headers"][header], now);
+        assert!(end >= wait && end < wait + 5 * SECOND, "{header}: {end:?}");
+    }
+    assert_eq!(hopping["headers"]["retry-wait-left"], 11_000);
+    let due = before.first("its retry", |event| match event {
+        Event::Retried { due, .. } => due.duration_since(now).ok(),
+        _ => None,
+    });
+    assert!(due.await >= wait, "of the whole wait, not of its first lane");
 
     let say = |job: &Job| (job.retry_count() == 0).then_some(SECOND);
     let (second, journal) = worker(&scene, policy(), say).await;
@@ -184,6 +192,23 @@ async fn workers_whose_clocks_differ_by_two_seconds_do_not_loop() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_is_left_of_a_wait_decides_and_no_clock_does() {
+    let scene = Scene::new().await;
+    let (_worker, journal) = worker(&scene, without_jitter(&["1s"]), |_| None).await;
+    let left = |ms| ("retry-wait-left", AMQPValue::LongLongInt(ms));
+    // By the clock of the worker that sent it there it would be over, or not for a day.
+    for (ms, end, hops) in [(2_500, SystemTime::now() - HOUR, 2), (0, in_the_future(DAY), 0)] {
+        let (done, postponed) = (journal.done().len(), journal.postponed());
+        let published = Instant::now();
+        scene.publish(ours([one(), left(ms), not_before(end)]), "").await;
+        journal.until_done(done + 1).await;
+        let waited = journal.attempts().pop().unwrap().started - published;
+        assert!(waited >= Duration::from_millis(ms.unsigned_abs()), "early: {waited:?}");
+        assert_eq!(journal.postponed() - postponed, hops, "{ms}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_use() {
     let scene = Scene::new().await;
     let (_worker, journal) = worker(&scene, without_jitter(&["1s", "2s", "4s"]), |job| {
@@ -206,7 +231,8 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
     let end = apart(&held["headers"]["retry-not-before"], now);
     assert!(end >= DAY && end < DAY + 60 * SECOND, "{end:?}");
     let due = apart(&held["headers"]["retry-due-at"], now);
-    assert!(due >= 6 * HOUR && due < 6 * HOUR + 60 * SECOND, "{due:?}");
+    assert!(due >= DAY && due < DAY + 60 * SECOND, "{due:?}");
+    assert_eq!(held["headers"]["retry-wait-left"], 18 * 3_600_000);
     let lane = scene.vhost.api().queue("work.retry.hold.21600000ms").unwrap();
     assert_eq!(lane["arguments"]["x-message-ttl"], 21_600_000);
     assert_eq!(lane["arguments"]["x-dead-letter-routing-key"], WORK);
@@ -236,7 +262,7 @@ async fn a_day_on_levels_of_seconds_goes_through_the_hold_lanes_made_at_first_us
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
+async fn a_wait_that_is_too_long_buries_and_says_so() {
     let scene = Scene::new().await;
     let (_worker, journal) = worker(&scene, without_jitter(&["1s"]), |job| match job.body() {
         b"11 years" => Some(11 * 365 * DAY),
@@ -249,9 +275,11 @@ async fn a_wait_that_makes_no_sense_buries_as_invalid_headers() {
     for body in ["11 years", "7 years", "ever"] {
         scene.publish(BasicProperties::default(), body).await;
     }
-    assert_eq!(journal.until_buried(3).await, [BuriedReason::InvalidHeaders; 3]);
+    assert_eq!(journal.until_buried(3).await, [BuriedReason::Expired; 3]);
     for buried in scene.take_buried(3).await {
-        assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
+        assert_eq!(buried["headers"]["buried-reason"], "expired");
+        let detail = buried["headers"]["buried-detail"].as_str().unwrap();
+        assert!(detail.contains("the longest is 10 years, and 10,000 hops"), "{detail}");
         assert_eq!(buried["headers"]["retry-error"], "too many requests");
     }
     scene.publish(BasicProperties::default(), "5 years").await;
@@ -276,6 +304,8 @@ async fn a_time_out_of_reach_buries_without_a_run_and_one_that_makes_no_sense_on
         let buried = scene.take_buried(1).await.remove(0);
         assert_eq!(buried["headers"]["retry-not-before"], kept);
         assert_eq!(buried["headers"]["buried-reason"], "invalid-headers");
+        let detail = buried["headers"]["buried-detail"].as_str().unwrap();
+        assert!(detail.contains("retry-not-before"), "{detail}");
     }
     assert_eq!(journal.attempted(), 3, "the one out of reach was not run");
     // It means something beside our own `retry-queue` only.

@@ -1,5 +1,7 @@
 //! Several workers on one job, as values: each with a clock of its own, and no broker.
 
+mod limits;
+
 use amq_protocol::{
     frame::WriteContext,
     types::{generation::gen_field_table, parsing::parse_field_table},
@@ -63,60 +65,6 @@ fn headers(job: &Job) -> FieldTable {
 fn told_to_wait(rules: &Rules, job: &Job, wait: Duration, now: SystemTime) -> Move {
     let error = retry_after(anyhow::anyhow!("too many requests"), wait).into();
     rules.after_attempt(job, Verdict::from_result(Err(error), &[]), now, "host:1").unwrap()
-}
-
-#[test]
-fn workers_whose_clocks_differ_by_two_seconds_differ_by_two_seconds_and_do_not_loop() {
-    let rules = rules(RetryPolicy::new([4]).jitter(Jitter::None));
-    // Which of the two takes the job each time it arrives.
-    for turns in 0..1u32 << 12 {
-        let clock = |turn: u32| seconds(if turns >> turn & 1 == 1 { 2.0 } else { 0.0 });
-        let mut real = Duration::ZERO;
-        let mut told =
-            told_to_wait(&rules, &job(BasicProperties::default()), seconds(10.0), at(clock(0)));
-        let (mut job, delay) =
-            given_back(&job(BasicProperties::default()), &mut told, at(clock(0)));
-        real += delay;
-        let mut hops = 0;
-        loop {
-            assert!(headers(&job).contains_key("retry-not-before"), "after {hops} hops");
-            assert_eq!(job.retry_count(), 1);
-            let now = at(real + clock(hops + 1));
-            match rules.on_arrival(&job, now) {
-                Arrival::Run => break,
-                Arrival::RunAfter(left) => {
-                    assert!(left < SHORT);
-                    real += left;
-                    break;
-                }
-                Arrival::Move(mut to) => {
-                    let (next, delay) = given_back(&job, &mut to, now);
-                    (job, hops, real) = (next, hops + 1, real + delay);
-                    assert!(hops < 5, "{turns:b}");
-                }
-            }
-        }
-        // 4 s are the longest lane.
-        let skewed = (seconds(8.0)..seconds(10.0 + 2.0 + 4.0)).contains(&real);
-        assert!(skewed, "{turns:b}: {real:?}");
-        let failed = Verdict::from_result(Err(anyhow::anyhow!("no")), &[]);
-        let to = rules.after_attempt(&job, failed, at(real), "host:1").unwrap();
-        assert!(to.story.not_before.is_none(), "it was reached");
-    }
-}
-
-#[test]
-fn a_wait_in_hops_is_not_early_by_the_fraction_of_a_millisecond_that_a_header_cuts_off() {
-    let rules = rules(RetryPolicy::new([1]));
-    let now = at(Duration::from_nanos(999_999));
-    let fresh = job(BasicProperties::default());
-    let mut told = told_to_wait(&rules, &fresh, seconds(100.0), now);
-    let (back, _) = given_back(&fresh, &mut told, now);
-    let end = now + seconds(100.0);
-    let Arrival::RunAfter(left) = rules.on_arrival(&back, end - seconds(0.5)) else {
-        panic!("it is to be waited out")
-    };
-    assert!((seconds(0.5)..seconds(0.502)).contains(&left), "{left:?}");
 }
 
 #[test]
