@@ -160,10 +160,8 @@ impl Site {
     /// Does faults, with some quiet between them, until the time is over.
     pub(crate) async fn disturb(&self, mut schedule: Schedule, until: Instant) -> Tally {
         let mut tally = Tally::new();
-        // RabbitMQ before 4.3, killed within a second of the declaration of a quorum queue, comes
-        // back with one that takes no messages until it is deleted: that is not what is tried here.
         if self.nodes.are_ours() {
-            sleep(Duration::from_secs(5)).await;
+            self.until_settled().await;
         }
         while tally.is_empty() || Instant::now() < until {
             let (fault, mut rng) = schedule.next();
@@ -259,6 +257,7 @@ impl Site {
 
     /// In the middle of expiry: a lane has just begun to give back a burst of jobs.
     async fn kill_broker(&self, node: usize, rng: &mut SmallRng) {
+        self.until_settled().await;
         self.published.burst(self.burst);
         sleep(millis(rng, 700, 2_000)).await;
         self.felt(async {
@@ -271,6 +270,23 @@ impl Site {
         })
         .await;
         self.nodes.until_up(node).await;
+    }
+
+    /// RabbitMQ, killed within a second or so of the declaration of a quorum queue, comes back with one
+    /// that takes no messages until it is deleted: that is not what is tried here. The lanes for busy
+    /// jobs are declared at the first of them, all at once.
+    async fn until_settled(&self) {
+        for _ in 0..40 {
+            let queues = self.api.queues();
+            let known = |name: &String| {
+                self.api.queue(name).is_some_and(|queue| queue["messages"].is_number())
+            };
+            if queues.iter().any(|name| name.contains(".busy.")) && queues.iter().all(known) {
+                return sleep(self.pace.lag).await;
+            }
+            sleep(Duration::from_millis(500)).await;
+        }
+        println!("{}  not all queues have statistics", stamp());
     }
 
     async fn felt(&self, fault: impl Future<Output = ()>) {

@@ -66,7 +66,7 @@ fn long(arguments: &[String]) -> i32 {
     let (quick, classic_lanes) = (has("--quick"), has("--classic-lanes"));
     let faults_for = match number("--minutes") {
         Some(minutes) => Duration::from_secs(60 * minutes),
-        None => Duration::from_secs(if quick { 50 } else { 600 }),
+        None => Duration::from_secs(if quick { 40 } else { 600 }),
     };
     let jobs = 100 * faults_for.as_secs();
     let options = Options {

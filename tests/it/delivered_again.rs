@@ -81,6 +81,7 @@ async fn unless_it_is_asked_for_no_job_is_remembered() {
     let (scene, ids) = close_under_handlers(0).await;
     assert_eq!(scene.journal.attempted(), 2 * JOBS);
     assert!(already_done(&scene).is_empty());
+    assert_eq!(scene.journal.done().len(), JOBS);
     assert_eq!(scene.journal.finished(), ids);
 }
 

@@ -176,6 +176,7 @@ impl Scene {
             let id = message.properties.message_id().as_ref().expect("an id").to_string();
             buried.insert(id, message);
         }
+        assert_eq!(buried.len(), jobs, "a job is buried twice");
         buried
     }
 
