@@ -330,7 +330,9 @@ impl Ledger {
     fn why_lost(&self, lines: &[Line], before: &Line, now: &Line) -> Option<Source> {
         let trouble = |kind: Verb, until: u64| {
             let mut troubles = self.troubles.get(&before.who).into_iter().flatten();
-            troubles.any(|(at, verb)| *verb == kind && (before.at..=until).contains(at))
+            // A kill is noted before it is done.
+            let from = before.at - if kind == Verb::Killed { LATE_MS } else { 0 };
+            troubles.any(|(at, verb)| *verb == kind && (from..=until).contains(at))
         };
         let mut spells = self.spells.get(&before.who).into_iter().flatten();
         let spell = spells.rfind(|(from, to, _)| before.at <= *to && *from <= now.at);
