@@ -207,7 +207,7 @@ mod tests {
         let mut tags = Tags::new("worker".to_owned());
         assert_eq!([(); 3].map(|()| tags.next()), ["worker", "worker.2", "worker.3"]);
         let mut long = Tags::new("é".repeat(127));
-        assert_eq!([(); 2].map(|()| long.next().len()), [254, 254]);
+        assert_eq!([(); 2].map(|()| long.next().len()), [254, 255]);
         assert_eq!(Tags::new("t".repeat(255)).next().len(), 255);
     }
 }

@@ -285,6 +285,9 @@ mod tests {
         assert!(["a", "c", "d"].iter().all(|kept| headers.contains_key(kept)));
         assert_eq!(headers.inner()["buried-reason"], string("too-large"));
         assert_eq!(headers.inner()["buried-dropped-headers"], string("b (70007 bytes)"));
+        let detail = text(&headers.inner()["buried-detail"]).unwrap();
+        assert!(detail.contains("an AMQP frame of 131072 bytes"), "{detail}");
+        assert!(detail.ends_with("it was to be buried as exhausted"), "{detail}");
         // Now that there is room, the story is told in full.
         assert!(headers.contains_key("retry-history"));
     }

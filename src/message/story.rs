@@ -215,6 +215,15 @@ impl Story {
         }
     }
 
+    /// The header that says how long, and its value.
+    pub(crate) fn wait_text(&self) -> String {
+        match (self.wait_left, self.not_before) {
+            (Some(ms), _) => format!("the header {RETRY_WAIT_LEFT} is {ms} ms"),
+            (None, Some(at)) => format!("the header {RETRY_NOT_BEFORE} is {}", rfc3339(at)),
+            (None, None) => "no header says how long it waits".to_owned(),
+        }
+    }
+
     /// Whoever put a buried job back wants it run: a deadline that is past is forgotten.
     pub(crate) fn forgive(&mut self, now: SystemTime) {
         if self.exhumed {

@@ -214,7 +214,7 @@ impl Rules {
     fn hop(&self, job: &Job, left: Duration, now: SystemTime) -> Move {
         let (policy, wait_ms) = (self.settings.policies.of(job), whole_ms(left));
         if !self.topology.in_reach(policy, wait_ms) {
-            let why = format!("retry-wait-left or retry-not-before on it: {}", out_of_reach(left));
+            let why = format!("{}: {}", job.story().wait_text(), out_of_reach(left));
             return Move::unrun_burial(job, now, BuriedReason::InvalidHeaders, why);
         }
         let lane = self.topology.place(policy, wait_ms, &mut self.chance().rng).clone();
