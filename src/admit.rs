@@ -32,8 +32,12 @@ impl Engine {
             self.leaving(job, tag, to).owed().go();
             return None;
         }
-        if suspicion == Suspicion::Count {
-            let to = self.count_crash(&job);
+        let unrun = match suspicion {
+            Suspicion::Count => Some(self.count_crash(&job)),
+            Suspicion::Afresh => Some(self.start_afresh(&job)),
+            Suspicion::Clear | Suspicion::Alone => None,
+        };
+        if let Some(to) = unrun {
             self.leaving(job, tag, to).go();
             return None;
         }

@@ -88,7 +88,8 @@ pub enum Event {
     Returned {
         /// The job, as it was when it arrived.
         job: Job,
-        /// The error and its sources; empty if it was not run, and has been given back before.
+        /// The error and its sources; empty if it was not run: it has been given back before, or was
+        /// delivered often in another queue.
         error: String,
     },
     /// The job is back at the tail of its work queue, and will be run alone: a process died while it

@@ -28,6 +28,7 @@ use crate::policy::Interrupted;
 /// What a quorum queue counts: deliveries that failed and, from RabbitMQ 4.3 on, all that came before.
 const DELIVERY_COUNT: &str = "x-delivery-count";
 const ACQUIRED_COUNT: &str = "x-acquired-count";
+const DEATHS: &str = "x-death";
 
 /// A message as the broker delivered it.
 #[derive(Debug)]
@@ -48,13 +49,25 @@ impl Message {
     /// How often it was delivered without an answer. A count is the broker's only if it was
     /// delivered before: else somebody may have copied it.
     pub(crate) fn interrupted(&self) -> Interrupted {
-        let (told, count) = (|name| self.header(name).is_some(), self.delivery_count());
+        let count = self.delivery_count();
         match self.redelivered {
             false => Interrupted::Never,
-            true if told(ACQUIRED_COUNT) => Interrupted::Failed(count),
-            true if told(DELIVERY_COUNT) => Interrupted::Times(count),
+            true if self.has(header::BURIED_REASON) => Interrupted::Exhumed,
+            true if self.has(ACQUIRED_COUNT) => Interrupted::Failed(count),
+            true if self.has(DELIVERY_COUNT) => Interrupted::Times(count),
             true => Interrupted::Before,
         }
+    }
+
+    /// Whether it came from a lane or another dead-lettering queue. RabbitMQ 4.3 keeps the counts and
+    /// the redelivered flag of such a message: if somebody looked at it there, it seems to have been
+    /// interrupted here.
+    pub(crate) fn was_dead_lettered(&self) -> bool {
+        self.has(DEATHS)
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.header(name).is_some()
     }
 
     fn header(&self, name: &str) -> Option<&AMQPValue> {

@@ -79,7 +79,7 @@ impl Run {
                 Some(Err(error)) => return self.lost(intake, error),
                 None => return self.lost(intake, self.cancelled_by_the_broker()),
             };
-            let innocent = arrived.suspicion == Suspicion::Clear;
+            let innocent = !arrived.suspicion.is_suspect();
             if !innocent {
                 innocent_since = None;
             }

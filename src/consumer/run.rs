@@ -233,7 +233,7 @@ impl Run {
                 None => return self.lost(intake, self.cancelled_by_the_broker()),
             };
             let arrived = self.engine.arrive(incoming, &intake.acks);
-            if arrived.suspicion != Suspicion::Clear {
+            if arrived.suspicion.is_suspect() {
                 return self.meet_suspect(intake, arrived).await;
             }
             intake.arrived.push_back(arrived);

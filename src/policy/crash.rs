@@ -16,6 +16,9 @@ pub(crate) enum Interrupted {
     Failed(u32),
     /// A classic queue says that it was, not how often.
     Before,
+    /// It was, since somebody moved it out of the buried queue. How often is not known: "Move messages"
+    /// of the management UI copies the count of that queue, and a classic queue keeps the copy.
+    Exhumed,
 }
 
 /// What is to be done with a job for that.
@@ -27,6 +30,16 @@ pub(crate) enum Suspicion {
     Alone,
     /// First of all a crash of it is to be counted.
     Count,
+    /// It may have been interrupted in another queue only, as by looks at a lane. It goes unrun to the
+    /// tail of the work queue, as a copy without counts, and is charged with nothing.
+    Afresh,
+}
+
+impl Suspicion {
+    /// It must not run beside others.
+    pub(crate) fn is_suspect(self) -> bool {
+        matches!(self, Self::Alone | Self::Count)
+    }
 }
 
 /// From so many on it is no accident.
@@ -107,6 +120,7 @@ impl<K: Hash + Eq> Suspects<K> {
         &mut self,
         interrupted: Interrupted,
         lone_runs: u32,
+        dead_lettered: bool,
         which: impl FnOnce() -> K,
     ) -> Suspicion {
         self.seen = self.seen.saturating_add(1);
@@ -114,13 +128,17 @@ impl<K: Hash + Eq> Suspects<K> {
         let ours = match interrupted {
             Interrupted::Never | Interrupted::Failed(0) => false,
             Interrupted::Failed(_) => take(&mut self.lost),
-            Interrupted::Times(_) | Interrupted::Before => given_back || take(&mut self.lost),
+            Interrupted::Times(_) | Interrupted::Before | Interrupted::Exhumed => {
+                given_back || take(&mut self.lost)
+            }
         };
         if lone_runs > 0 {
             let crashed = match interrupted {
                 Interrupted::Never | Interrupted::Times(0) | Interrupted::Failed(0) => false,
                 Interrupted::Failed(_) => !ours,
-                Interrupted::Times(_) | Interrupted::Before => !ours && !take(&mut self.adrift),
+                Interrupted::Times(_) | Interrupted::Before | Interrupted::Exhumed => {
+                    !ours && !take(&mut self.adrift)
+                }
             };
             return if crashed && !std::mem::replace(&mut self.counted, true) {
                 Suspicion::Count
@@ -132,8 +150,15 @@ impl<K: Hash + Eq> Suspects<K> {
             Interrupted::Never => false,
             Interrupted::Times(n) | Interrupted::Failed(n) => n >= if ours { FAR } else { SUSPECT },
             Interrupted::Before => !ours && take(&mut self.doubts),
+            Interrupted::Exhumed => !ours,
         };
-        if suspect { Suspicion::Count } else { Suspicion::Clear }
+        match interrupted {
+            _ if !suspect => Suspicion::Clear,
+            Interrupted::Exhumed => Suspicion::Afresh,
+            // Before 4.3 each queue counts from 0, and a classic one tells nothing of that.
+            Interrupted::Failed(_) | Interrupted::Before if dead_lettered => Suspicion::Afresh,
+            _ => Suspicion::Count,
+        }
     }
 
     fn comes_again(&mut self, which: impl FnOnce() -> K) -> bool {
@@ -166,7 +191,7 @@ mod tests {
     impl Suspects<u32> {
         /// Of the first job of all.
         fn looks(&mut self, interrupted: Interrupted, lone_runs: u32) -> Suspicion {
-            self.look(interrupted, lone_runs, || 1)
+            self.look(interrupted, lone_runs, false, || 1)
         }
     }
 
@@ -183,6 +208,32 @@ mod tests {
         ] {
             assert_eq!(a_new_process().looks(interrupted, 0), expected, "{interrupted:?}");
         }
+    }
+
+    #[test]
+    fn what_may_have_been_interrupted_in_another_queue_starts_afresh_and_is_no_suspect() {
+        for (interrupted, expected) in [
+            (Never, Clear),
+            (Failed(2), Clear),
+            (Failed(3), Afresh),
+            (Times(2), Clear),
+            (Times(3), Count),
+            (Before, Afresh),
+            (Exhumed, Afresh),
+        ] {
+            let mut process = a_new_process();
+            assert_eq!(process.look(interrupted, 0, true, || 1), expected, "{interrupted:?}");
+            process.give_back(1);
+            let again = process.look(interrupted, 0, true, || 1);
+            let excused = matches!(interrupted, Times(_) | Before | Exhumed);
+            assert_eq!(
+                again,
+                if excused { Clear } else { expected },
+                "{interrupted:?}, given back"
+            );
+        }
+        assert_eq!(a_new_process().look(Failed(1), 1, true, || 1), Count, "it ran alone");
+        assert_eq!(a_new_process().looks(Exhumed, 0), Afresh);
     }
 
     #[test]
@@ -240,7 +291,7 @@ mod tests {
 
             let mut process = a_new_process();
             process.give_back(1);
-            assert_eq!(process.look(interrupted, 1, || 2), Count, "it comes back late");
+            assert_eq!(process.look(interrupted, 1, false, || 2), Count, "it comes back late");
         }
         let mut process = a_new_process();
         process.give_back(1);

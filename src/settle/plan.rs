@@ -71,6 +71,8 @@ pub(super) enum To {
     },
     /// Not charged: back to the tail of its queue.
     WorkQueue,
+    /// The same, and it may come back at once.
+    Afresh,
     /// The same, to be run with nothing else in hand.
     Alone,
     Buried(BuriedReason),
@@ -105,13 +107,18 @@ impl Move {
     pub(super) fn lane(&self) -> Option<&Lane> {
         match &self.to {
             To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
-            To::WorkQueue | To::Alone | To::Buried(_) => None,
+            To::WorkQueue | To::Afresh | To::Alone | To::Buried(_) => None,
         }
     }
 
     /// Of a job that was not run, and does not come nearer to its delivery limit.
     pub(super) fn return_unrun(job: &Job, now: SystemTime) -> Self {
         Self::unrun(job, now, To::WorkQueue)
+    }
+
+    /// Of a job that was not run, and loses the counts of other queues.
+    pub(super) fn start_afresh(job: &Job, now: SystemTime) -> Self {
+        Self::unrun(job, now, To::Afresh)
     }
 
     /// Onward from `now`, which the story then tells of: into a lane, or to the work queue, and when
@@ -157,7 +164,9 @@ impl Move {
                 let event = Event::Postponed { job, delay: delay(&lane), due, why };
                 (event, Settled::Postponed { due })
             }
-            (To::WorkQueue, Ok(_)) => (Event::Returned { job, error }, Settled::Returned),
+            (To::WorkQueue | To::Afresh, Ok(_)) => {
+                (Event::Returned { job, error }, Settled::Returned)
+            }
             (To::Alone, Ok(_)) => {
                 let crashes = job.story().crash_count;
                 (Event::Suspected { job, crashes }, Settled::Returned)

@@ -137,7 +137,8 @@ impl Engine {
             self.custody.marks.store(true, Relaxed);
         }
         let lone_runs = job.story().crash_count;
-        self.suspects().look(interrupted, lone_runs, || Key::as_delivered(job))
+        let dead_lettered = job.message().was_dead_lettered();
+        self.suspects().look(interrupted, lone_runs, dead_lettered, || Key::as_delivered(job))
     }
 
     pub(crate) fn suspects(&self) -> MutexGuard<'_, Suspects<Key>> {
@@ -181,7 +182,7 @@ impl Engine {
         }
         let unrun = match suspicion {
             Suspicion::Count => return Some(self.count_crash(job)),
-            Suspicion::Alone => true,
+            Suspicion::Alone | Suspicion::Afresh => true,
             Suspicion::Clear => {
                 job.message().delivery_count() > 0 || self.custody.marks.load(Relaxed)
             }
@@ -194,6 +195,11 @@ impl Engine {
     /// Where a suspect goes before it is run.
     pub(crate) fn count_crash(&self, job: &Job) -> Box<Move> {
         Box::new(self.rules().count_crash(job, self.now(), self.worker()))
+    }
+
+    /// The same for one that is no suspect.
+    pub(crate) fn start_afresh(&self, job: &Job) -> Box<Move> {
+        Box::new(Move::start_afresh(job, self.now()))
     }
 
     pub(crate) async fn give_back(&self, job: &Job, tag: &dyn Tag) -> bool {
