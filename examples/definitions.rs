@@ -31,7 +31,13 @@ fn main() -> anyhow::Result<()> {
 pub(crate) fn definitions(toml: &str) -> anyhow::Result<String> {
     let wanted: Wanted = toml::from_str(toml)?;
     let topology = Topology::new(&wanted.queue, &wanted.policy, QueueType::Quorum)?;
-    let mut queues = vec![queue(&wanted.queue, json!({ "x-queue-type": "quorum" }))];
+    // RabbitMQ 4 drops what it delivered 21 times, unless the queue says where it is to go.
+    let work_queue = json!({
+        "x-queue-type": "quorum",
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": topology.buried().name,
+    });
+    let mut queues = vec![queue(&wanted.queue, work_queue)];
     for spec in topology.queues() {
         queues.push(queue(&spec.name, arguments(&spec.arguments)?));
     }

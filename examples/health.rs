@@ -119,8 +119,12 @@ async fn answer(mut client: TcpStream, health: Health) -> std::io::Result<()> {
 async fn declare_work_queue(url: &str) -> anyhow::Result<()> {
     let connection = Connection::connect(url, ConnectionProperties::default()).await?;
     let channel = connection.create_channel().await?;
+    let text = |text: &str| AMQPValue::LongString(text.into());
     let mut arguments = FieldTable::default();
-    arguments.insert("x-queue-type".into(), AMQPValue::LongString("quorum".into()));
+    arguments.insert("x-queue-type".into(), text("quorum"));
+    // RabbitMQ 4 drops what it delivered 21 times, unless the queue says where it is to go.
+    arguments.insert("x-dead-letter-exchange".into(), text(""));
+    arguments.insert("x-dead-letter-routing-key".into(), text(&format!("{QUEUE}.buried")));
     channel.queue_declare(QUEUE.into(), QueueDeclareOptions::durable(), arguments).await?;
     connection.close(200, "done".into()).await?;
     Ok(())

@@ -14,14 +14,15 @@ use serde::Deserialize;
 #[cfg(not(feature = "doctor"))]
 use self::name::Name;
 pub use self::shield::Shield;
+#[cfg(feature = "doctor")]
+pub(crate) use self::{
+    arguments::DELIVERY_LIMIT,
+    name::{Kind, Name},
+    shield::{all, delete_queue, literally, set_policy, shell},
+};
 pub(crate) use self::{
     deck::Decks,
     declare::{about_permissions, declare, make},
-};
-#[cfg(feature = "doctor")]
-pub(crate) use self::{
-    name::{Kind, Name},
-    shield::{all, delete_queue, literally, set_policy, shell},
 };
 use crate::{
     Error, Policies, RetryPolicy,

@@ -11,11 +11,11 @@ use super::{
 };
 use crate::{
     QueueSpec, Topology,
-    topology::{Kind, Name, delete_queue, literally, set_policy, shell},
+    topology::{DELIVERY_LIMIT, Kind, Name, delete_queue, literally, set_policy, shell},
 };
 
-/// A 4.x broker's limit where a quorum queue has none of its own.
-const DELIVERY_LIMIT: i64 = 20;
+/// A 4.x broker's delivery limit where a quorum queue has none of its own.
+const BROKERS_LIMIT: i64 = 20;
 
 pub(super) struct Asked<'a> {
     pub(super) vhost: &'a str,
@@ -228,6 +228,11 @@ impl Asked<'_> {
                         "a full lane refuses jobs, which stay unacked with their workers, and a full \
                          buried queue drops its oldest",
                     ),
+                    "delivery-limit" if queue.quorum && lowers_the_limit(value) => (
+                        buried,
+                        "jobs that are delivered more often, as when somebody looks at them, are \
+                         dropped from the buried queue, and leave a lane too early",
+                    ),
                     _ => continue,
                 };
                 let severity = if loses { Severity::Loss } else { Severity::Trouble };
@@ -291,6 +296,11 @@ impl Asked<'_> {
     }
 }
 
+/// Of a policy and the argument the lower one counts; below zero is without limit.
+fn lowers_the_limit(value: &Value) -> bool {
+    value.as_i64().is_some_and(|limit| (0..DELIVERY_LIMIT).contains(&limit))
+}
+
 /// Whether a quorum queue drops what was delivered too often.
 fn drops_jobs(queue: &Queue, version: Version) -> Option<String> {
     if !queue.quorum || queue.has_dead_letter_exchange() {
@@ -306,9 +316,12 @@ fn drops_jobs(queue: &Queue, version: Version) -> Option<String> {
         Some((_, least)) if least < 0 && since_4 => limits().find(|limit| limit.1 >= 0)?,
         // On an older broker it is the first delivery.
         Some((by, limit)) => (by, limit.max(0)),
-        None if since_4 => ("the broker's default".to_owned(), DELIVERY_LIMIT),
+        None if since_4 => ("the broker's default".to_owned(), BROKERS_LIMIT),
         None => return None,
     };
+    if limit >= DELIVERY_LIMIT {
+        return None;
+    }
     Some(format!(
         "{who} sets its delivery limit to {limit}, and it has no dead-letter exchange: a job that is \
          delivered more often, as when workers crash, is dropped"

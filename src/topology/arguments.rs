@@ -5,6 +5,11 @@ use lapin::types::{AMQPValue, FieldTable};
 
 use super::{QueueType, name::Name};
 
+/// A delivery limit that is never reached. The broker's default of 20 would drop a buried job that
+/// was looked at 21 times in the management UI, and send a waiting one back early. The value for
+/// "no limit", -1, drops at the first delivery on RabbitMQ 3.10.
+pub(crate) const DELIVERY_LIMIT: i64 = i32::MAX as i64;
+
 pub(super) fn of(name: &Name<'_>, queue_type: QueueType) -> FieldTable {
     let mut arguments = FieldTable::default();
     let mut set = |key: &str, value: AMQPValue| {
@@ -16,6 +21,7 @@ pub(super) fn of(name: &Name<'_>, queue_type: QueueType) -> FieldTable {
     set("x-queue-type", text(if quorum { "quorum" } else { "classic" }));
     if quorum {
         set("x-queue-leader-locator", text("balanced"));
+        set("x-delivery-limit", AMQPValue::LongLongInt(DELIVERY_LIMIT));
     }
     let Some(delay_ms) = name.delay_ms() else { return arguments };
 
@@ -57,7 +63,8 @@ mod tests {
             assert_eq!(arguments[key], AMQPValue::LongString(value.into()), "{key}");
         }
         assert_eq!(arguments["x-message-ttl"], AMQPValue::LongLongInt(8_437));
-        assert_eq!(arguments.len(), 7);
+        assert_eq!(arguments["x-delivery-limit"], AMQPValue::LongLongInt(2_147_483_647));
+        assert_eq!(arguments.len(), 8);
     }
 
     #[test]
@@ -77,7 +84,7 @@ mod tests {
     fn the_buried_queue_keeps_everything() {
         assert_eq!(
             keys(&Name::buried("orders"), QueueType::Quorum),
-            ["x-queue-leader-locator", "x-queue-type"]
+            ["x-delivery-limit", "x-queue-leader-locator", "x-queue-type"]
         );
         assert_eq!(keys(&Name::buried("orders"), QueueType::Classic), ["x-queue-type"]);
     }

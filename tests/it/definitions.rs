@@ -1,10 +1,11 @@
 //! The worked topology in `topology/` is what the code declares.
 
+use lapin::{options::QueueDeclareOptions, types::AMQPValue};
 use lapin_retry::{Declare, QueueType, Retry, RetryPolicy, Settings, Topology};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-use crate::support::{PATIENCE, Scene, Vhost, eventually};
+use crate::support::{PATIENCE, Scene, Vhost, eventually, table};
 
 #[path = "../../examples/definitions.rs"]
 #[expect(dead_code, reason = "the example's main")]
@@ -41,7 +42,15 @@ fn the_readmes_tell_of_the_shield_that_the_topology_makes() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn imported_queues_are_those_that_a_worker_declares() {
-    let (imported, declared) = (Vhost::new().await, Scene::with("orders", QueueType::Quorum).await);
+    let (imported, declared) = (Vhost::new().await, Scene::bare().await);
+    let text = |text: &str| AMQPValue::LongString(text.into());
+    let arguments = table([
+        ("x-queue-type", text("quorum")),
+        ("x-dead-letter-exchange", text("")),
+        ("x-dead-letter-routing-key", text("orders.buried")),
+    ]);
+    let durable = QueueDeclareOptions::durable();
+    declared.channel.queue_declare("orders".into(), durable, arguments).await.unwrap();
     imported.api().import(&committed());
     for mode in [Declare::Create, Declare::Check] {
         attach(&imported.url(), mode).await.close().await.unwrap();

@@ -116,6 +116,31 @@ async fn nothing_is_found_where_all_is_well_and_refuse_starts() {
     assert_eq!(found, []);
 }
 
+/// The work queue that the README declares, and the one in the definitions file.
+#[tokio::test(flavor = "multi_thread")]
+async fn nothing_is_found_in_the_work_queues_that_the_docs_declare() {
+    let readme = include_str!("../../README.md");
+    let (_, body) = readme.split_once("api/queues/%2F/orders\"").expect("the command");
+    let (_, body) = body.split_once("-d '").expect("a body");
+    let queue: Value = serde_json::from_str(body.split('\'').next().unwrap()).unwrap();
+    let definitions =
+        serde_json::from_str(include_str!("../../topology/definitions.json")).unwrap();
+    let (by_hand, imported) = (Scene::bare().await, Scene::bare().await);
+    by_hand.vhost.api().put(&format!("queues/{}/orders", by_hand.vhost.name()), &queue);
+    imported.vhost.api().import(&definitions);
+    for scene in [by_hand, imported] {
+        let journal = Journal::default();
+        let api = std::env::var("RABBITMQ_MANAGEMENT_URL").unwrap();
+        let settings = Settings::new(RetryPolicy::default())
+            .management(api)
+            .doctor(Doctor::Refuse)
+            .on_event(journal.hook());
+        let retry = Retry::attach(scene.url(), "orders", settings).await.unwrap();
+        retry.close().await.unwrap();
+        assert_eq!(journal.count(|event| matches!(event, Event::Found { .. })), 0);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn refuse_fails_the_start_with_all_findings_and_consumes_nothing() {
     let scene = Scene::bare().await;
@@ -254,11 +279,11 @@ async fn a_policy_on_our_queues_is_told_of_at_the_first_start_and_kept_off_by_th
     let scene = sound_scene().await;
     let theirs = json!({
         "overflow": "drop-head", "message-ttl": 1000, "expires": 3_600_000, "max-length": 9,
-        "max-length-bytes": 900,
+        "max-length-bytes": 900, "delivery-limit": 3,
     });
     scene.vhost.api().set_policy("theirs", r"^(?!amq\.).*\.(retry|buried)", 2, &theirs);
     let found = findings(&scene).await;
-    assert_eq!(found.len(), 5, "{found:#?}");
+    assert_eq!(found.len(), 6, "{found:#?}");
     for key in theirs.as_object().unwrap().keys() {
         let told: Vec<_> = found
             .iter()
@@ -271,6 +296,40 @@ async fn a_policy_on_our_queues_is_told_of_at_the_first_start_and_kept_off_by_th
     }
     obey(&scene, &found[0]);
     until_nothing_is_found(&scene).await;
+    // The queue itself takes the shield on a moment later.
+    eventually("the shield applies", PATIENCE, async || {
+        scene.vhost.api().queue(BURIED).unwrap()["policy"] == "lapin-retry-work"
+    })
+    .await;
+    crate::support::publish(&scene.channel, "", BURIED, Default::default(), b"job").await;
+    for _ in 0..10 {
+        assert_eq!(scene.vhost.api().messages(BURIED, 1, "reject_requeue_true").len(), 1);
+    }
+    scene.holds(BURIED, 1).await;
+}
+
+/// The lower limit wins, so the queue's own argument does not protect it.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_lower_delivery_limit_on_the_buried_queue_is_told_of_and_drops_what_is_looked_at() {
+    let scene = sound_scene().await;
+    let vhost = scene.vhost.name();
+    scene.vhost.api().put(
+        &format!("operator-policies/{vhost}/low"),
+        &json!({ "pattern": "buried$", "apply-to": "queues", "priority": 1,
+                 "definition": { "delivery-limit": 3 } }),
+    );
+    let says = ["operator policy \"low\" sets delivery-limit to 3", "clear_operator_policy"];
+    one(findings(&scene).await, Severity::Loss, BURIED, &says);
+    eventually("it applies", PATIENCE, async || {
+        scene.vhost.api().queue(BURIED).unwrap()["operator_policy"] == "low"
+    })
+    .await;
+    crate::support::publish(&scene.channel, "", BURIED, Default::default(), b"job").await;
+    for _ in 0..4 {
+        assert_eq!(scene.vhost.api().messages(BURIED, 1, "reject_requeue_true").len(), 1);
+    }
+    scene.holds(BURIED, 0).await;
+    assert_eq!(scene.vhost.api().messages(BURIED, 1, "reject_requeue_true").len(), 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -308,6 +367,7 @@ async fn a_lane_with_other_arguments_is_told_of_where_it_is_not_declared() {
     let arguments = table([
         ("x-queue-type", text("quorum")),
         ("x-queue-leader-locator", text("balanced")),
+        ("x-delivery-limit", AMQPValue::LongLongInt(2_147_483_647)),
         ("x-dead-letter-exchange", text("")),
         ("x-dead-letter-routing-key", text("elsewhere")),
         ("x-message-ttl", AMQPValue::LongLongInt(600_000)),

@@ -20,6 +20,7 @@ mod isolation;
 mod lapin_nested_headers;
 mod lapin_oversized_headers;
 mod lapin_traps;
+mod looks;
 mod lost_connections;
 mod lost_lane;
 mod memory;

@@ -157,6 +157,7 @@ fn a_delivery_limit_without_a_dead_letter_exchange_drops_jobs() {
     }
     assert_eq!(limited(old, None, None), None);
     assert_eq!(limited(V4, Some(-1), None), None);
+    assert_eq!(limited(V4, Some(2_147_483_647), None), None, "it is never reached");
     assert_eq!(limited(V4, None, Some(-1)), None);
     let classic = about_work_queue(V4, |queue| {
         *queue = Queue { quorum: false, arguments: Map::new(), ..queue.clone() };
@@ -219,6 +220,8 @@ fn a_policy_that_reaches_lanes_or_the_buried_queue_is_kept_off_by_the_shield() {
         (LANE, "expires", json!(1), Severity::Loss),
         (LANE, "max-length", json!(1), Severity::Trouble),
         (LANE, "max-length-bytes", json!(1), Severity::Trouble),
+        (LANE, "delivery-limit", json!(20), Severity::Trouble),
+        ("orders.buried", "delivery-limit", json!(0), Severity::Loss),
         ("orders.buried", "overflow", json!("reject-publish-dlx"), Severity::Loss),
         ("orders.buried", "message-ttl", json!(1), Severity::Loss),
         ("orders.buried", "expires", json!(1), Severity::Loss),
@@ -229,8 +232,10 @@ fn a_policy_that_reaches_lanes_or_the_buried_queue_is_kept_off_by_the_shield() {
         let says = format!("the policy \"theirs\" sets {key} to {value}");
         is(found.pop(), severity, queue, &says, &shield);
     }
-    let harmless = json!({ "overflow": "reject-publish", "delivery-limit": 3 });
-    assert_eq!(about_policy(&[LANE, "orders.buried"], harmless), []);
+    for never_reached in [-1, 2_147_483_647] {
+        let harmless = json!({ "overflow": "reject-publish", "delivery-limit": never_reached });
+        assert_eq!(about_policy(&[LANE, "orders.buried"], harmless), []);
+    }
     let limited = json!({ "max-length": 9, "overflow": "reject-publish" });
     assert_eq!(about_policy(&["orders.buried"], limited), [], "how it is to be limited");
 }

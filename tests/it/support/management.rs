@@ -165,7 +165,9 @@ impl Management {
         self.put(&format!("vhosts/{}", self.vhost), &json!({}));
     }
 
-    fn messages(&self, queue: &str, n: u32, ackmode: &str) -> Vec<Value> {
+    /// Up to `n` messages, put back or not as "Get messages" of the management UI does it: its modes are
+    /// `ack_requeue_true`, `reject_requeue_true`, `ack_requeue_false` and `reject_requeue_false`.
+    pub(crate) fn messages(&self, queue: &str, n: u32, ackmode: &str) -> Vec<Value> {
         let path = format!("queues/{}/{}/get", self.vhost, encode(queue));
         let body = json!({ "count": n, "ackmode": ackmode, "encoding": "auto" });
         // Of a quorum queue that has just been declared RabbitMQ 3.10 may say so for a moment.
