@@ -22,6 +22,7 @@ use tokio::{
 use super::{
     Answered, Broker,
     dial::open,
+    io::Io,
     pipe::{Carrier, Pipe, Tell},
 };
 use crate::{Error, ErrorKind, clock::Backoff, message::Outgoing};
@@ -66,6 +67,9 @@ impl Default for Opening {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) connection: Connection,
+    /// lapin's own thread ends before its tasks have told that the connection is dead: without the
+    /// I/O thread it would look alive for ever.
+    _io: Io,
     retired: AtomicBool,
     /// The channels that publish, by queue, for all consumers together.
     pipes: Mutex<HashMap<Arc<str>, Arc<OnceCell<Pipe>>>>,
@@ -125,8 +129,16 @@ impl Shared {
         }
         tokio::time::sleep_until(opening.next_try).await;
         self.tries.fetch_add(1, Ordering::Relaxed);
-        match open(broker, purpose).await {
-            Ok(connection) => {
+        let io = Io::get().map_err(|error| {
+            let text = format!("connecting: no thread for it: {error}");
+            Error::new(ErrorKind::Connection, text).because(error)
+        });
+        let opened = match io {
+            Ok(io) => open(broker, purpose).await.map(|connection| (connection, io)),
+            Err(error) => Err(error),
+        };
+        match opened {
+            Ok((connection, io)) => {
                 opening.last_error = None;
                 opening.backoff.reset();
                 let publishes = matches!(purpose, Purpose::Publishing);
@@ -134,6 +146,7 @@ impl Shared {
                 let session = Arc::new(Session {
                     carrier: publishes.then(|| Carrier::start(&connection)),
                     connection,
+                    _io: io,
                     retired: AtomicBool::new(false),
                     pipes: Mutex::default(),
                     alone: Semaphore::new(1),

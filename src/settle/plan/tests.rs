@@ -90,6 +90,14 @@ fn a_job_that_arrives_past_its_lifetime_is_buried_with_where_it_came_from() {
     // Published at 0.9 s and here at 1.0 s: it has 0.4 s left.
     assert!(arrives(&lives("500"), 1.0).is_none(), "a timestamp has whole seconds");
     assert!(arrives(&lives("never"), 1e6).is_none());
+    assert!(arrives(&lives("60000"), 61.0).is_none(), "the last moment at which it may be in time");
+    assert!(arrives(&lives("60000"), 61.001).is_some());
+    // Once it has failed its deadline is a header, which has milliseconds.
+    let fresh = lives("60000");
+    let mut told = told_to_wait(&rules, &fresh, seconds(1.0), at(Duration::ZERO));
+    let (again, _) = given_back(&fresh, &mut told, at(Duration::ZERO));
+    assert!(arrives(&again, 60.0).is_none());
+    assert!(arrives(&again, 60.001).is_some());
 }
 
 #[test]
