@@ -110,7 +110,8 @@ async fn main() -> anyhow::Result<()> {
     channel.basic_qos(5, BasicQosOptions::default()).await?;
     let (options, arguments) = (BasicConsumeOptions::default(), FieldTable::default());
     let consumer = channel.basic_consume(QUEUE.into(), TAG.into(), options, arguments).await?;
-    // Your shutdown does not change either: a cancelled consumer ends the loop.
+    // Your shutdown does not change either, where nothing is unsettled as here: a cancelled consumer
+    // ends the loop. Otherwise use `Jobs::cancel`, which leaves you what you have begun.
     let shutdown = async {
         let mut ends = ENDS.subscribe();
         let all = ends.wait_for(|ends| ends.len() == ORDERS);

@@ -32,6 +32,10 @@ impl Engine {
             self.leaving(job, tag, to).owed().go();
             return None;
         }
+        if let Some(to) = self.outlasted(&job) {
+            self.leaving(job, tag, to).go();
+            return None;
+        }
         let unrun = match suspicion {
             Suspicion::Count => Some(self.count_crash(&job)),
             Suspicion::Afresh => Some(self.start_afresh(&job)),

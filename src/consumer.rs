@@ -3,6 +3,7 @@
 mod health;
 mod intake;
 mod one_by_one;
+mod prefetch;
 mod reconnect;
 mod run;
 #[cfg(test)]

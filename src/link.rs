@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 pub use self::broker::Broker;
 pub(crate) use self::{
-    connection::unreadable,
+    connection::{timeout_named, unreadable},
     lapin::{LapinLink, LapinTag, incoming},
     lease::Lease,
 };
@@ -33,11 +33,11 @@ pub(crate) const LINGER: Duration = Duration::from_secs(1);
 
 /// How long a delivery is on its way. Between an ack and the delivery that takes its place a quorum
 /// queue writes to disk.
-const ON_ITS_WAY: Duration = Duration::from_millis(250);
+pub(crate) const ON_ITS_WAY: Duration = Duration::from_millis(250);
 /// How long the ack of a job that has just ended is on its way.
 const ALL_TAKEN: Duration = Duration::from_millis(50);
 /// Where jobs come all the time, that is enough.
-const TAKE_IN: Duration = Duration::from_secs(1);
+pub(crate) const TAKE_IN: Duration = Duration::from_secs(1);
 
 /// What the broker answered to a publish.
 #[derive(Debug)]
@@ -105,6 +105,8 @@ pub(crate) trait Tag: Debug + Send + Sync {
     fn ack_with_others(&self, told: Told) -> Result<(), Told> {
         Err(told)
     }
+    /// Whether the job's handler runs.
+    fn runs(&self, _running: bool) {}
     /// `basic.nack(requeue)`, which alone does not count towards the delivery limit of 4.3.
     fn give_back(&self) -> BoxFuture<'_, bool>;
 }

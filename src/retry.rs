@@ -1,25 +1,22 @@
 //! Way in 1: the user keeps the loop.
 
+mod jobs;
+mod reader;
+
 use std::{
-    fmt,
-    pin::Pin,
-    sync::Arc,
-    task::{Context, Poll},
+    mem,
+    sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
 
-use futures_util::{
-    FutureExt, Stream, StreamExt,
-    future::{self, BoxFuture},
-    stream::FuturesUnordered,
-};
 use lapin::{Consumer, message::Delivery};
 
+pub use self::jobs::Jobs;
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
-    link::{Lease, incoming, unreadable},
+    link::{Lease, incoming},
     pause::Pace,
-    settle::{Acks, Engine, Probe, Turn},
+    settle::Engine,
 };
 
 /// How long [`Retry::close`] waits for what is still going on.
@@ -56,6 +53,8 @@ const CLOSE_GRACE: Duration = Duration::from_secs(25);
 #[derive(Clone, Debug)]
 pub struct Retry {
     engine: Arc<Engine>,
+    /// Of all deliveries that were accepted since [`Retry::revoked`].
+    accepted: Arc<Mutex<Arc<Lease>>>,
 }
 
 impl Retry {
@@ -71,7 +70,7 @@ impl Retry {
         settings: impl Into<Settings>,
     ) -> Result<Self, Error> {
         let engine = Engine::start(broker.into(), queue, settings.into()).await?;
-        Ok(Self { engine })
+        Ok(Self { engine, accepted: Arc::default() })
     }
 
     /// The jobs of a consumer of the work queue, until the consumer ends.
@@ -81,15 +80,7 @@ impl Retry {
     /// waiting for ever. Open connection and consumer again yourself, or use
     /// [`RetryConsumer`](crate::RetryConsumer).
     pub fn jobs(&self, consumer: Consumer) -> Jobs {
-        Jobs {
-            engine: Arc::clone(&self.engine),
-            acks: Acks::new(&self.engine),
-            lease: Arc::default(),
-            consumer: Some(consumer),
-            turn: None,
-            probe: None,
-            waiting: FuturesUnordered::new(),
-        }
+        Jobs::new(&self.engine, consumer)
     }
 
     /// The job of a single delivery, for loops that cannot use [`jobs`](Self::jobs).
@@ -98,7 +89,7 @@ impl Retry {
     /// again; or it is not due, or past its deadline, and is on its way to a lane or to the buried
     /// queue; or its work is done ([`Settings::remember_done`]), and it is acked.
     ///
-    /// While the consumer pauses this waits.
+    /// While the consumer pauses this waits. Call [`revoked`](Self::revoked) when your consumer ends.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] after [`close`](Self::close).
@@ -107,7 +98,8 @@ impl Retry {
             return Err(after_close(&self.engine));
         }
         let mut turn = self.engine.turn().await;
-        let taken = self.engine.take(incoming(delivery, &Arc::new(Lease::default())), None);
+        let lease = Arc::clone(&*self.accepted());
+        let taken = self.engine.take(incoming(delivery, &lease), None);
         let Some(mut job) = self.engine.admit(taken) else { return Ok(None) };
         job.until_due().await;
         while !job.start(turn) {
@@ -115,6 +107,36 @@ impl Retry {
         }
         // Dropped, a job that became stale in the pause tells of itself.
         Ok(Some(job).filter(UnsettledJob::is_usable))
+    }
+
+    /// Call this when the consumer whose deliveries you [`accept`](Self::accept) has ended, unless you
+    /// cancelled it yourself: a delivery does not know its consumer, so nobody else can notice.
+    ///
+    /// The broker has taken back all that it had delivered then, and the channel may still be open.
+    /// The jobs that were accepted so far and are not settled become stale: no copy is published and
+    /// no ack sent for them, which would count for nothing and make two jobs out of one. With several
+    /// consumers in one `Retry` the jobs of all of them do. [`jobs`](Self::jobs) needs no such call.
+    ///
+    /// ```no_run
+    /// # use futures_util::StreamExt;
+    /// # async fn example(retry: lapin_retry::Retry, mut consumer: lapin_retry::lapin::Consumer)
+    /// # -> anyhow::Result<()> {
+    /// while let Some(Ok(delivery)) = consumer.next().await {
+    ///     if let Some(job) = retry.accept(delivery).await? {
+    ///         // …
+    /// #       job.settle(anyhow::Ok(())).await?;
+    ///     }
+    /// }
+    /// retry.revoked();
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn revoked(&self) {
+        mem::take(&mut *self.accepted()).revoke();
+    }
+
+    fn accepted(&self) -> std::sync::MutexGuard<'_, Arc<Lease>> {
+        self.accepted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Until when no jobs are given out, because a handler reported an outage or a hand-off
@@ -139,7 +161,8 @@ impl Retry {
 
     /// Waits until every ack and hand-off that was begun has come to its end, for about 25 s at most.
     /// Call it before the consumer's channel is closed. It closes all clones: a delivery that comes
-    /// after is an error in [`jobs`](Self::jobs) and [`accept`](Self::accept), and stays unacked.
+    /// after is an error in [`jobs`](Self::jobs), which requeues it, and in [`accept`](Self::accept), where it
+    /// stays unacked.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`]: some did not succeed. Their jobs stay unacked, and the broker
@@ -149,134 +172,9 @@ impl Retry {
     }
 }
 
-/// The stream of [`Retry::jobs`].
-///
-/// It ends when the consumer ends: cancelled by you, or by the broker because the queue was
-/// deleted. An error is its last item. To drop it cancels the consumer.
-///
-/// While the consumer pauses it waits: what was prefetched stays with it.
-#[must_use = "a stream of jobs takes none until it is polled"]
-pub struct Jobs {
-    engine: Arc<Engine>,
-    acks: Arc<Acks>,
-    lease: Arc<Lease>,
-    /// Gone at the end: a consumer that is polled after its end never wakes again.
-    consumer: Option<Consumer>,
-    /// Waits for its turn, in a pause.
-    turn: Option<BoxFuture<'static, Turn>>,
-    /// One job may be given out although the consumer pauses.
-    probe: Option<Probe>,
-    /// Jobs with less than a second of their wait left, and those that a pause keeps back.
-    waiting: FuturesUnordered<BoxFuture<'static, UnsettledJob>>,
-}
-
-impl Jobs {
-    fn poll_turn(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        if self.probe.as_ref().is_some_and(|probe| probe.is_valid()) {
-            return Poll::Ready(());
-        }
-        self.probe = None;
-        if self.turn.is_none() && self.engine.is_open() {
-            return Poll::Ready(());
-        }
-        let engine = Arc::clone(&self.engine);
-        let turn = self.turn.get_or_insert_with(|| async move { engine.turn().await }.boxed());
-        let turn = std::task::ready!(turn.poll_unpin(cx));
-        self.turn = None;
-        if let Turn::Probe(probe) = turn {
-            self.probe = Some(probe);
-        }
-        Poll::Ready(())
-    }
-
-    /// None if a pause keeps the job back, or if it became stale.
-    fn give_out(&mut self, mut job: UnsettledJob) -> Option<UnsettledJob> {
-        let turn = self.probe.take().map_or(Turn::Open, Turn::Probe);
-        if job.start(turn) {
-            // Dropped, a stale job tells of itself.
-            return Some(job).filter(UnsettledJob::is_usable);
-        }
-        self.waiting.push(future::ready(job).boxed());
-        None
-    }
-}
-
-impl Stream for Jobs {
-    type Item = Result<UnsettledJob, Error>;
-
-    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
-        loop {
-            std::task::ready!(self.poll_turn(cx));
-            if let Poll::Ready(Some(job)) = self.waiting.poll_next_unpin(cx) {
-                match self.give_out(job) {
-                    Some(job) => return Poll::Ready(Some(Ok(job))),
-                    None => continue,
-                }
-            }
-            let Some(consumer) = &mut self.consumer else {
-                if !self.waiting.is_empty() {
-                    return Poll::Pending;
-                }
-                self.probe = None;
-                return Poll::Ready(None);
-            };
-            match std::task::ready!(consumer.poll_next_unpin(cx)) {
-                Some(Ok(_)) if self.engine.is_closed() => {
-                    self.consumer = None;
-                    return Poll::Ready(Some(Err(after_close(&self.engine))));
-                }
-                Some(Ok(delivery)) => {
-                    let taken = self.engine.take(incoming(delivery, &self.lease), Some(&self.acks));
-                    match self.engine.admit(taken) {
-                        Some(job) if job.is_due() => {
-                            if let Some(job) = self.give_out(job) {
-                                return Poll::Ready(Some(Ok(job)));
-                            }
-                        }
-                        Some(job) => self.waiting.push(
-                            async move {
-                                job.until_due().await;
-                                job
-                            }
-                            .boxed(),
-                        ),
-                        None => {}
-                    }
-                }
-                Some(Err(error)) => {
-                    self.consumer = None;
-                    return Poll::Ready(Some(Err(ended(&self.engine.queue(), error))));
-                }
-                None => self.consumer = None,
-            }
-        }
-    }
-}
-
 fn after_close(engine: &Engine) -> Error {
     Error::new(
         ErrorKind::Closed,
         format!("queue {:?}: a delivery came after close()", engine.queue()),
     )
-}
-
-fn ended(queue: &str, error: lapin::Error) -> Error {
-    let (kind, what) = match unreadable(&error) {
-        Some(why) => (
-            ErrorKind::Unreadable,
-            format!(
-                "a message near its head, or in another queue that is consumed over the same \
-                 connection, {why}; consuming again before that kills the connection again, and a \
-                 quorum queue of RabbitMQ 4 drops a message after 21 deliveries"
-            ),
-        ),
-        None => (ErrorKind::Connection, error.to_string()),
-    };
-    Error::new(kind, format!("consuming queue {queue:?}: {what}")).because(error)
-}
-
-impl fmt::Debug for Jobs {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Jobs").field("queue", &self.engine.queue()).finish_non_exhaustive()
-    }
 }

@@ -6,6 +6,7 @@ mod finished;
 mod hand_off;
 mod key;
 mod made;
+mod overdue;
 mod pacing;
 mod plan;
 mod stuck;
@@ -26,12 +27,15 @@ use tokio_util::{sync::CancellationToken, task::TaskTracker};
 pub use self::unsettled::{Receipt, Settled, Settling, UnsettledJob};
 pub(crate) use self::{
     acks::Acks,
+    overdue::Revoked,
     pacing::{Probe, Turn},
     plan::{Arrival, Move, Rules},
     suspects::Arrived,
     unsettled::Teller,
 };
-use self::{finished::Finished, hand_off::Leaving, stuck::Owed, suspects::Custody};
+use self::{
+    finished::Finished, hand_off::Leaving, overdue::Overdue, stuck::Owed, suspects::Custody,
+};
 use crate::{
     Error, ErrorKind, Event, Job, Settings, Topology,
     clock::{Clock, later},
@@ -61,6 +65,7 @@ pub(crate) struct Engine {
     pace: watch::Sender<Pace>,
     owed: Mutex<Owed>,
     finished: Mutex<Finished>,
+    overdue: Overdue,
     custody: Custody,
     /// When the broker was last told of a delivery.
     answered: Mutex<Option<Instant>>,
@@ -100,6 +105,7 @@ impl Engine {
             pacing: Mutex::new(pacing),
             owed: Mutex::default(),
             finished: Mutex::new(Finished::new(settings.remember_done)),
+            overdue: Overdue::default(),
             custody: Custody::default(),
             answered: Mutex::default(),
             quiet: watch::Sender::new(true),
@@ -192,6 +198,16 @@ impl Engine {
         F::Output: Send,
     {
         self.tasks.spawn_on(task, &self.runtime)
+    }
+
+    /// The same for what [`close`](Self::close) does not wait for.
+    pub(crate) fn spawn_aside(&self, task: impl Future<Output = ()> + Send + 'static) {
+        self.runtime.spawn(task);
+    }
+
+    /// Verifies that the work queue is there.
+    pub(crate) async fn check_queue(&self) -> Result<(), Error> {
+        self.link.check(&self.queue).await
     }
 
     /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may

@@ -18,22 +18,35 @@ pub(super) struct Intake {
     pub(super) acks: Arc<Acks>,
 }
 
+/// How jobs that were not started leave.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Back {
+    /// Requeued, where that is harmless.
+    Queue,
+    /// As copies at the tail.
+    Tail,
+}
+
 impl Intake {
     pub(super) fn new(engine: &Arc<Engine>, subscription: Subscription) -> Self {
         Self { subscription, arrived: VecDeque::new(), acks: Acks::new(engine) }
     }
 
     /// Cancels the consumer, and gives back what has not been started.
-    pub(super) async fn give_back(&mut self, engine: &Arc<Engine>) {
+    async fn give_back(&mut self, engine: &Arc<Engine>, how: Back) {
         self.acks.hurry();
         let taken = stream::iter(self.subscription.take_in().await.into_iter().map(Ok));
         self.subscription.control.cancel().await;
+        let send_back = async |arrived| match how {
+            Back::Queue => engine.set_aside(arrived).await,
+            Back::Tail => engine.send_to_tail(arrived).await,
+        };
         for arrived in self.arrived.drain(..) {
-            engine.set_aside(arrived).await;
+            send_back(arrived).await;
         }
         let mut unstarted = taken.chain(&mut self.subscription.incoming);
         while let Some(Ok(incoming)) = unstarted.next().await {
-            engine.set_aside(engine.arrive(incoming, &self.acks)).await;
+            send_back(engine.arrive(incoming, &self.acks)).await;
         }
     }
 }
@@ -41,9 +54,13 @@ impl Intake {
 impl Run {
     /// Cancels the consumer, and gives back what has not been started: it is Ready again, free for
     /// healthy workers.
-    pub(super) async fn give_up(&self, mut intake: Intake) {
+    pub(super) async fn give_up(&self, intake: Intake) {
+        self.give_up_as(intake, Back::Queue).await;
+    }
+
+    pub(super) async fn give_up_as(&self, mut intake: Intake, how: Back) {
         let engine = Arc::clone(&self.engine);
-        let cancelling = self.engine.spawn(async move { intake.give_back(&engine).await });
+        let cancelling = self.engine.spawn(async move { intake.give_back(&engine, how).await });
         // If the broker is slow to answer, this goes on by itself: else what is buffered would stay
         // unacked for as long as a handler keeps the channel open.
         let _ = tokio::time::timeout(FAREWELL, cancelling).await;

@@ -76,8 +76,8 @@ impl Run {
             };
             let arrived = match incoming {
                 Some(Ok(incoming)) => self.engine.arrive(incoming, &intake.acks),
-                Some(Err(error)) => return self.lost(intake, error),
-                None => return self.lost(intake, self.cancelled_by_the_broker()),
+                Some(Err(error)) => return self.lost(intake, Some(error)),
+                None => return self.lost(intake, None),
             };
             let innocent = !arrived.suspicion.is_suspect();
             if !innocent {

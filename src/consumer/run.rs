@@ -18,15 +18,16 @@ use super::{
     BoxHandler,
     health::Lost,
     intake::Intake,
+    prefetch::{Prefetch, Wait, Waiting},
     reconnect::{Reconnect, STEADY, Tags, Tries, Try},
 };
 use crate::{
     Error, ErrorKind, Event, Panicked, TimedOut, UnsettledJob,
     clock::later,
-    link::{Subscribe, Subscription},
+    link::{Subscribe, Subscription, timeout_named},
     pause::Pace,
     policy::Suspicion,
-    settle::{Engine, Probe, Teller, Turn},
+    settle::{Engine, Probe, Revoked, Teller, Turn},
 };
 
 /// How long the broker may take to answer a cancel or a close before it is left alone.
@@ -67,16 +68,17 @@ impl Run {
     /// An error says what was left undone at the stop.
     pub(super) async fn until_stopped(self, first: Subscription) -> Result<(), Error> {
         let mut tries = Tries::new(self.reconnect);
+        let mut prefetch = Prefetch::new(self.how.prefetch, self.permits.available_permits());
         let mut next = Some(first);
         let mut one_by_one = false;
         let mut gave_up = None;
         let last = loop {
             let started = Instant::now();
             let ended = match next.take() {
-                Some(subscription) => self.serve(subscription, tries.alone).await,
+                Some(subscription) => self.serve(subscription, tries.alone, &mut prefetch).await,
                 None if !self.engine.is_open() => self.sit_out(tries.alone).await,
                 None if one_by_one => self.one_by_one(tries.alone).await,
-                None => match self.subscribe(self.how.prefetch, tries.alone).await {
+                None => match self.subscribe(prefetch.now(), tries.alone).await {
                     Ok(subscription) => {
                         self.engine.consuming();
                         next = Some(subscription);
@@ -169,8 +171,14 @@ impl Run {
     }
 
     /// Runs jobs until the subscription ends, or the consumer is to pause or to stop.
-    async fn serve(&self, subscription: Subscription, alone: bool) -> Ended {
+    async fn serve(
+        &self,
+        subscription: Subscription,
+        alone: bool,
+        prefetch: &mut Prefetch,
+    ) -> Ended {
         let mut intake = Intake::new(&self.engine, subscription);
+        let mut waiting = Waiting::new(self.engine.longest_wait());
         let mut readable = false;
         // Made once: a job costs no new watcher.
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
@@ -208,7 +216,17 @@ impl Run {
                     continue;
                 }
                 incoming = intake.subscription.incoming.next(), if !readable => incoming,
+                () = waiting.next_look() => {
+                    match waiting.judge(intake.arrived.front().map(|first| first.job.received())) {
+                        Wait::TooLong => return self.thin_out(intake, &waiting, prefetch).await,
+                        Wait::ShortForLong if prefetch.is_low() => {
+                            return self.fill_up(intake, prefetch).await;
+                        }
+                        Wait::Short | Wait::ShortForLong => continue,
+                    }
+                }
                 permit = self.permit(), if !intake.arrived.is_empty() => {
+                    waiting.started();
                     if let Some(job) = intake.arrived.pop_front().and_then(|a| self.engine.admit(a)) {
                         self.handlers.spawn(self.attempt(job, Turn::Open, permit));
                     }
@@ -224,13 +242,13 @@ impl Run {
                     }
                     incoming
                 }
-                Some(Err(error)) => return self.lost(intake, error),
+                Some(Err(error)) => return self.lost(intake, Some(error)),
                 // What came before is still to be run.
                 None if alone && !judging => {
                     readable = true;
                     continue;
                 }
-                None => return self.lost(intake, self.cancelled_by_the_broker()),
+                None => return self.lost(intake, None),
             };
             let arrived = self.engine.arrive(incoming, &intake.acks);
             if arrived.suspicion.is_suspect() {
@@ -241,7 +259,14 @@ impl Run {
     }
 
     /// The consumer has ended, and what it delivered is no longer ours.
-    pub(super) fn lost(&self, intake: Intake, error: Error) -> Ended {
+    pub(super) fn lost(&self, intake: Intake, end: Option<Error>) -> Ended {
+        let (why, error) = match end {
+            Some(error) => (timeout_named(&error.to_string()).map(Revoked::TimedOut), error),
+            None => (Some(Revoked::Cancelled), self.cancelled_by_the_broker()),
+        };
+        if let Some(why) = why {
+            self.engine.revoked(&intake.acks, why);
+        }
         // Not admitted, each of them emits that it is stale.
         intake.arrived.into_iter().for_each(|arrived| drop(self.engine.admit(arrived)));
         Ended::Lost(error)
@@ -337,7 +362,7 @@ impl Run {
         permit: OwnedSemaphorePermit,
     ) -> impl Future<Output = ()> + Send + 'static {
         let handler = Arc::clone(&self.handler);
-        let after = self.handler_timeout;
+        let (engine, most) = (Arc::clone(&self.engine), self.handler_timeout);
         let cut = self.cut.clone();
         async move {
             if !job.is_due() {
@@ -348,6 +373,7 @@ impl Run {
                 drop(permit);
                 return Box::pin(job.set_aside()).await;
             }
+            let after = engine.time_to_run(job.job(), most);
             // The timeout is inside, so that a panic of what it drops is caught as well.
             let call = async {
                 let called = async { handler(job.job().clone()).await };

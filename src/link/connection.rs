@@ -313,6 +313,14 @@ pub(crate) fn unreadable(error: &lapin::Error) -> Option<String> {
     }
 }
 
+/// The consumer timeout that a broker names when it closes a channel for it: "delivery
+/// acknowledgement on channel 1 timed out. Timeout value used: 1800000 ms".
+pub(crate) fn timeout_named(error: &str) -> Option<Duration> {
+    let (_, named) = error.split_once("timed out. Timeout value used: ")?;
+    let (ms, _) = named.split_once(" ms")?;
+    ms.parse().ok().map(Duration::from_millis)
+}
+
 /// Translates lapin's errors. `what` says what was tried, and on which queue.
 pub(super) fn refused(error: &lapin::Error, what: &str) -> Error {
     if is_channel_limit(error) {
@@ -359,4 +367,18 @@ fn is_channel_limit(error: &lapin::Error) -> bool {
 pub(super) fn is_closed(error: &lapin::Error) -> bool {
     use LapinErrorKind::{InvalidChannel, InvalidChannelState, InvalidConnectionState};
     matches!(error.kind(), InvalidChannel(_) | InvalidChannelState(..) | InvalidConnectionState(_))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_consumer_timeout_is_read_from_the_brokers_text() {
+        let text = "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed out. Timeout \
+                    value used: 42000 ms. This timeout value can be configured, see consumers doc \
+                    guide to learn more";
+        assert_eq!(timeout_named(text), Some(Duration::from_secs(42)));
+        assert_eq!(timeout_named("PRECONDITION_FAILED - unknown delivery tag 7"), None);
+    }
 }

@@ -111,6 +111,11 @@ impl<T> AckBook<T> {
         }
     }
 
+    /// Whether there were deliveries on the channel that are not in this book.
+    pub(super) fn has_gap(&self) -> bool {
+        self.gap
+    }
+
     /// Whether nothing is to be acked, now or later.
     pub(super) fn is_idle(&self) -> bool {
         self.waiting == 0 && self.alone.is_empty()

@@ -1,8 +1,9 @@
 //! Acks the finished deliveries of one consumer, as many at a time as have finished.
 
 use std::{
+    collections::BTreeMap,
     fmt, mem,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
     time::Duration,
 };
 
@@ -15,9 +16,13 @@ use tokio::{
 use super::{
     Engine,
     ack_book::{AckBook, Entry},
+    overdue::Running,
     suspects::InHand,
 };
-use crate::link::{Tag, Told};
+use crate::{
+    Job,
+    link::{Tag, Told},
+};
 
 /// How long finished deliveries wait for more of them, which one ack then covers: the timer's
 /// resolution. Each ack costs lapin a wake-up of its thread and a write.
@@ -28,6 +33,8 @@ const GATHER: Duration = Duration::from_millis(1);
 pub(crate) struct Acks {
     engine: Arc<Engine>,
     state: Mutex<State>,
+    /// All that is not acked, by its number on the channel.
+    held: Mutex<BTreeMap<u64, Weak<Entered>>>,
     /// There is enough for an ack.
     enough: Notify,
 }
@@ -47,13 +54,31 @@ struct Finished {
 impl Acks {
     pub(crate) fn new(engine: &Arc<Engine>) -> Arc<Self> {
         let state = Mutex::new(State { book: AckBook::new(), acking: false });
-        Arc::new(Self { engine: Arc::clone(engine), state, enough: Notify::new() })
+        Arc::new(Self {
+            engine: Arc::clone(engine),
+            state,
+            held: Mutex::default(),
+            enough: Notify::new(),
+        })
     }
 
     /// To be asked for each delivery of the consumer, in their order, before it is answered.
-    pub(super) fn enter(self: &Arc<Self>, tag: Arc<InHand>) -> Arc<dyn Tag> {
-        let entry = self.state().book.enter(tag.number());
-        Arc::new(Entered { tag, entry, acks: Arc::clone(self) })
+    pub(super) fn enter(self: &Arc<Self>, tag: Arc<InHand>, job: Job) -> Arc<dyn Tag> {
+        let (number, acks) = (tag.number(), Arc::clone(self));
+        let entry = self.state().book.enter(number);
+        let entered = Arc::new(Entered { tag, entry, job, running: Running::default(), acks });
+        self.held().insert(number, Arc::downgrade(&entered));
+        entered
+    }
+
+    /// The job that was held longest on the channel, and for how long its handler has run. None if it
+    /// does not run, or if deliveries on the channel are not in this book.
+    pub(super) fn held_longest(&self) -> Option<(Job, Duration)> {
+        if self.state().book.has_gap() {
+            return None;
+        }
+        let first = self.held().first_key_value()?.1.upgrade()?;
+        Some((first.job.clone(), first.running.for_how_long()?))
     }
 
     /// The consumer is to be cancelled: no more of them come for an ack to cover.
@@ -110,6 +135,10 @@ impl Acks {
         }
     }
 
+    fn held(&self) -> MutexGuard<'_, BTreeMap<u64, Weak<Entered>>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -131,7 +160,15 @@ impl Drop for Acking<'_> {
 struct Entered {
     tag: Arc<InHand>,
     entry: Entry,
+    job: Job,
+    running: Running,
     acks: Arc<Acks>,
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        self.acks.held().remove(&self.tag.number());
+    }
 }
 
 impl Tag for Entered {
@@ -157,6 +194,10 @@ impl Tag for Entered {
     fn ack_with_others(&self, told: Told) -> Result<(), Told> {
         self.acks.finish(self.entry, Finished { tag: Arc::clone(&self.tag), told });
         Ok(())
+    }
+
+    fn runs(&self, running: bool) {
+        self.running.set(running);
     }
 
     fn give_back(&self) -> BoxFuture<'_, bool> {

@@ -25,4 +25,9 @@ impl Key {
         let id = job.properties().message_id().as_ref();
         Self::of(job, id.map(ToString::to_string))
     }
+
+    /// Whether it is the same job, at whichever attempt.
+    pub(super) fn is_same_job(&self, other: &Self) -> bool {
+        (&self.id, self.content) == (&other.id, other.content)
+    }
 }

@@ -112,11 +112,12 @@ impl Engine {
         acks: Option<&Arc<Acks>>,
     ) -> Arrived {
         let in_hand = Arc::new(InHand::new(tag, &self.custody.in_hand));
+        let job = self.read(message);
         let tag: Arc<dyn Tag> = match acks {
-            Some(acks) => acks.enter(in_hand),
+            Some(acks) => acks.enter(in_hand, job.clone()),
             None => in_hand,
         };
-        Arrived { job: self.read(message), tag, suspicion: Suspicion::Clear }
+        Arrived { job, tag, suspicion: Suspicion::Clear }
     }
 
     fn read(&self, message: Message) -> Job {
@@ -165,29 +166,36 @@ impl Engine {
     /// Gives back a job whose handler was not called, for the consumer pauses, stops, or is to run
     /// suspects alone.
     pub(crate) async fn set_aside(self: &Arc<Self>, arrived: Arrived) {
-        let Arrived { job, tag, suspicion } = arrived;
-        let Some(to) = self.way_back(&job, suspicion) else {
-            self.give_back(&job, &*tag).await;
-            return;
-        };
-        self.leaving(job, tag, to).go();
+        let unharmed = arrived.job.message().delivery_count() == 0
+            && !self.custody.marks.load(Relaxed)
+            && arrived.suspicion == Suspicion::Clear;
+        if unharmed {
+            self.give_back(&arrived.job, &*arrived.tag).await;
+        } else {
+            self.send_to_tail(arrived).await;
+        }
     }
 
-    /// As a copy, if it must be. One that has come nearer to the delivery limit of its queue goes to
-    /// the tail, where its count starts afresh: else many pauses in a row would use the limit up,
-    /// and 4.0 drops what is over. And one that would look as if its process had died of it.
-    fn way_back(&self, job: &Job, suspicion: Suspicion) -> Option<Box<Move>> {
+    /// The same as a copy. One that has come nearer to the delivery limit of its queue goes to the
+    /// tail, where its count starts afresh: else many pauses in a row would use the limit up, and 4.0
+    /// drops what is over. And one that would look as if its process had died of it.
+    pub(crate) async fn send_to_tail(self: &Arc<Self>, arrived: Arrived) {
+        let Arrived { job, tag, suspicion } = arrived;
+        match self.to_tail(&job, suspicion) {
+            Some(to) => self.leaving(job, tag, to).go(),
+            None => drop(self.give_back(&job, &*tag).await),
+        }
+    }
+
+    /// None while copies do not get through.
+    fn to_tail(&self, job: &Job, suspicion: Suspicion) -> Option<Box<Move>> {
         if let Pace::Stuck { .. } = self.pace() {
             return None;
         }
-        let unrun = match suspicion {
-            Suspicion::Count => return Some(self.count_crash(job)),
-            Suspicion::Alone | Suspicion::Afresh => true,
-            Suspicion::Clear => {
-                job.message().delivery_count() > 0 || self.custody.marks.load(Relaxed)
-            }
-        };
-        let mut to = unrun.then(|| Box::new(Move::return_unrun(job, self.now())))?;
+        if suspicion == Suspicion::Count {
+            return Some(self.count_crash(job));
+        }
+        let mut to = Box::new(Move::return_unrun(job, self.now()));
         // Not if it would not fit, for it has done nothing to be buried.
         self.copy(job, &mut to).1.due.is_ok().then_some(to)
     }

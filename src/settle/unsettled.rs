@@ -55,6 +55,9 @@ impl UnsettledJob {
         };
         let epoch = self.engine.may_start(self.probe.as_ref());
         self.epoch = epoch.unwrap_or_default();
+        if let (Some(_), Some(tag)) = (epoch, &self.tag) {
+            tag.runs(true);
+        }
         epoch.is_some()
     }
 
@@ -113,6 +116,7 @@ impl UnsettledJob {
         held: impl Send + 'static,
     ) {
         let tag = self.tag.take().expect("only settling takes the tag, and it consumes the job");
+        tag.runs(false);
         let under = (&*self.rules, self.epoch);
         if let Some(leaving) = self.engine.settle(self.job.clone(), tag, under, result, teller) {
             leaving.go_holding(held);

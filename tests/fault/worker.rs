@@ -161,12 +161,8 @@ async fn consume(
         running.spawn(settle(job, Arc::clone(shift)));
         while running.try_join_next().is_some() {}
     }
-    let cancelling = channel.basic_cancel("own loop".into(), Default::default());
-    tokio::time::timeout(Duration::from_secs(5), cancelling).await??;
-    // Those that came before it was cancelled.
-    while let Some(job) = jobs.next().await {
-        running.spawn(settle(job?, Arc::clone(shift)));
-    }
+    // What was prefetched and not begun is requeued.
+    jobs.cancel().await;
     while running.join_next().await.is_some() {}
     // Before the channel is closed, or what is not acked yet would come again.
     retry.clone().close().await?;

@@ -5,10 +5,7 @@ use crate::support::{
     eventually, next, next_job, quick, table, text, within,
 };
 use futures_util::StreamExt;
-use lapin::{
-    BasicProperties, Channel, Connection,
-    options::{BasicCancelOptions, QueueDeleteOptions},
-};
+use lapin::{BasicProperties, Channel, Connection};
 use lapin_retry::{
     Broker, Event, Handle, Job, Jobs, QueueType, Retry, RetryConsumer, Settings, Settled,
     UnsettledJob, reject,
@@ -117,13 +114,9 @@ async fn a_job_that_is_dropped_goes_back_and_to_another_consumer() {
     let job = user.next().await;
     let mut other = consume(&scene.channel, WORK, 10).await;
     // So that the job has no other place to go to.
-    let tag = scene.vhost.api();
-    eventually("both consumers are known", PATIENCE, async || tag.consumers().len() == 2).await;
-    let mine = tag.consumers().into_iter().find_map(|consumer| {
-        let tag = consumer["consumer_tag"].as_str()?.to_owned();
-        (tag != other.tag().as_str()).then_some(tag)
-    });
-    user.channel.basic_cancel(mine.unwrap().into(), BasicCancelOptions::default()).await.unwrap();
+    let api = scene.vhost.api();
+    eventually("both consumers are known", PATIENCE, async || api.consumers().len() == 2).await;
+    within("the cancel", user.jobs.cancel()).await;
 
     drop(job);
 
@@ -140,27 +133,16 @@ async fn a_job_that_is_dropped_goes_back_and_to_another_consumer() {
 async fn the_stream_ends_once_and_for_all_when_the_consumer_is_cancelled() {
     let scene = Scene::new().await;
     let retry = Retry::attach(scene.url(), WORK, quick()).await.unwrap();
-    let consumer = consume(&scene.channel, WORK, 10).await;
-    let tag = consumer.tag();
-    let mut jobs = retry.jobs(consumer);
+    let mut jobs = retry.jobs(consume(&scene.channel, WORK, 10).await);
     scene.job("1", table([]), b"").await;
     let job = within("a job", jobs.next()).await.unwrap().unwrap();
-    scene.channel.basic_cancel(tag, BasicCancelOptions::default()).await.unwrap();
+    within("the cancel", jobs.cancel()).await;
     for _ in 0..2 {
         assert!(within("the end", jobs.next()).await.is_none());
     }
     // The channel is still there for what was taken before.
     assert_eq!(settled(job, Ok(())).await, Settled::Acked);
     retry.close().await.unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_stream_ends_once_and_for_all_when_the_queue_is_deleted() {
-    let scene = Scene::new().await;
-    let mut user = Loop::start(&scene).await;
-    let delete = QueueDeleteOptions::default();
-    scene.channel.queue_delete(WORK.into(), delete).await.unwrap();
-    user.ends().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

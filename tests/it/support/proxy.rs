@@ -340,6 +340,7 @@ impl Unanswered {
                 let close_ok_due = channel.close_ok_due;
                 *channel = OnChannel { close_ok_due, ..OnChannel::default() };
             }
+            (_, (20, 40)) => channel.consumers.clear(),
             (From::Broker, (60, 21)) => {
                 let length = usize::from(arguments[0]);
                 channel.consumers.push(arguments[1..=length].to_vec());

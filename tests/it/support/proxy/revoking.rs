@@ -12,9 +12,8 @@ pub(super) enum Revoke {
 }
 
 impl Proxy {
-    /// Sends `basic.cancel` to each consumer on the open connections, as RabbitMQ 4.3 does at a
-    /// consumer timeout. The broker hears nothing of it: it delivers again what is unacked once the
-    /// channel is closed.
+    /// Cancels each consumer on the open connections, on both sides, as RabbitMQ 4.3 does at a consumer
+    /// timeout; only that the broker requeues what is unacked when the channel is closed.
     pub(crate) fn cancel_consumers(&self) {
         self.line.revoke.send_replace(Some(Revoke::Cancel));
     }
@@ -41,7 +40,9 @@ impl Line {
                         for tag in consumers {
                             // The last bit is `nowait`.
                             let arguments = [short(&tag), vec![1]].concat();
-                            write(client, &frame(channel, (60, 30), &arguments)).await?;
+                            let cancel = frame(channel, (60, 30), &arguments);
+                            write(broker, &cancel).await?;
+                            write(client, &cancel).await?;
                         }
                     }
                     Revoke::Close(code, text) => {
