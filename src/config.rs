@@ -111,21 +111,6 @@ fn read(field: &str, path: &Path) -> Result<String, Error> {
     })
 }
 
-/// The addresses in a list with commas. A password may hold a comma, too.
-fn addresses(list: &str) -> Vec<&str> {
-    let mut found = Vec::new();
-    let mut start = 0;
-    for (comma, _) in list.match_indices(',') {
-        let next = list[comma + 1..].trim_start();
-        if next.starts_with("amqp://") || next.starts_with("amqps://") {
-            found.push(list[start..comma].trim());
-            start = comma + 1;
-        }
-    }
-    found.push(list[start..].trim());
-    found
-}
-
 fn url_variable() -> String {
     URL_VARIABLE.to_owned()
 }
@@ -309,7 +294,7 @@ impl Config {
         let variable = &self.url_env;
         let what = "the broker's address, such as amqp://user:password@host:5672/%2f";
         let url = from_environment(variable, what)?;
-        let broker = Broker::any_of(addresses(&url))
+        let broker = Broker::new(&url)
             .map_err(|error| Error::configuration(format!("{variable}: {error}")))?;
         Ok(broker.with_tls(self.tls.read()?))
     }

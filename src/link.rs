@@ -3,6 +3,7 @@
 mod broker;
 mod connection;
 mod dial;
+mod hints;
 mod io;
 mod lapin;
 mod lease;

@@ -18,11 +18,12 @@ pub use self::shield::Shield;
 pub(crate) use self::{
     arguments::DELIVERY_LIMIT,
     name::{Kind, Name},
-    shield::{all, delete_queue, literally, set_policy, shell},
+    shield::{all, delete_queue, literally, set_policy},
 };
 pub(crate) use self::{
     deck::Decks,
     declare::{about_permissions, declare, make},
+    shield::shell,
 };
 use crate::{
     Error, Policies, RetryPolicy,

@@ -219,13 +219,6 @@ fn whatever_is_in_the_file_it_is_read_or_refused() {
 }
 
 #[test]
-fn addresses_are_told_apart_although_a_password_holds_a_comma() {
-    assert_eq!(addresses("amqp://a"), ["amqp://a"]);
-    assert_eq!(addresses("amqp://a,amqps://b, amqp://c"), ["amqp://a", "amqps://b", "amqp://c"]);
-    assert_eq!(addresses("amqp://me:x,y@a,amqp://b"), ["amqp://me:x,y@a", "amqp://b"]);
-}
-
-#[test]
 fn what_is_wrong_with_a_certificate_is_told_with_its_field() {
     let tls =
         |tls: &str| parse(&format!("tls = {tls}\n[consumers.a]")).unwrap().tls.read().map(drop);

@@ -1,6 +1,6 @@
 //! The address of a broker, and the two connections that everything on it shares.
 
-use std::{fmt, str::FromStr, sync::Arc};
+use std::{fmt, net::Ipv6Addr, str::FromStr, sync::Arc};
 
 use lapin::{ConnectionProperties, tcp::OwnedTLSConfig, uri::AMQPUri};
 
@@ -56,7 +56,11 @@ impl Inner {
 }
 
 impl Broker {
-    /// The broker at `url`, as `amqp://user:password@host:port/vhost`; with TLS `amqps://`.
+    /// The broker at `url`, as `amqp://user:password@host:port/vhost`; with TLS `amqps://`. Without
+    /// a vhost it is `/`; an IPv6 address stands in brackets, as in `amqp://[2001:db8::5]`.
+    ///
+    /// Several addresses, with commas between them, are the nodes of one cluster: see
+    /// [`any_of`](Self::any_of).
     ///
     /// # Errors
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): the text is no such URL. The
@@ -78,24 +82,7 @@ impl Broker {
     /// [`ErrorKind::Configuration`](crate::ErrorKind::Configuration): there are none, one of them is
     /// no AMQP URL, or they differ in the vhost, which would be another queue, or in the user.
     pub fn any_of<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Self, Error> {
-        let addresses = urls.into_iter().map(|url| parse(url.as_ref()));
-        let addresses = addresses.collect::<Result<Vec<_>, _>>()?;
-        let Some(first) = addresses.first() else {
-            return Err(no_address());
-        };
-        if addresses.iter().any(|address| address.vhost != first.vhost) {
-            return Err(Error::configuration(
-                "broker: the addresses name different vhosts; those of one cluster have the same",
-            ));
-        }
-        // The broker takes no message whose user id is another's.
-        let user = |address: &AMQPUri| address.authority.userinfo.username.clone();
-        if addresses.iter().any(|address| user(address) != user(first)) {
-            return Err(Error::configuration(
-                "broker: the addresses name different users; use one for all nodes",
-            ));
-        }
-        Ok(Self(Arc::new(Inner::new(Ok(addresses)))))
+        Ok(Self(Arc::new(Inner::new(Ok(addresses(urls)?)))))
     }
 
     /// The same broker with these connection properties, such as client properties or an
@@ -148,19 +135,84 @@ impl Broker {
     }
 }
 
+fn addresses<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Vec<AMQPUri>, Error> {
+    let mut addresses = Vec::new();
+    for list in urls {
+        for url in split(list.as_ref()) {
+            addresses.push(parse(url)?);
+        }
+    }
+    let Some(first) = addresses.first() else {
+        return Err(no_address());
+    };
+    if addresses.iter().any(|address| address.vhost != first.vhost) {
+        return Err(Error::configuration(
+            "broker: the addresses name different vhosts; those of one cluster have the same",
+        ));
+    }
+    // The broker takes no message whose user id is another's.
+    let user = |address: &AMQPUri| address.authority.userinfo.username.clone();
+    if addresses.iter().any(|address| user(address) != user(first)) {
+        return Err(Error::configuration(
+            "broker: the addresses name different users; use one for all nodes",
+        ));
+    }
+    Ok(addresses)
+}
+
+/// The addresses in a list with commas. A password may hold a comma, too.
+fn split(list: &str) -> Vec<&str> {
+    let mut found = Vec::new();
+    let mut start = 0;
+    for (comma, _) in list.match_indices(',') {
+        let next = list[comma + 1..].trim_start();
+        if next.starts_with("amqp://") || next.starts_with("amqps://") {
+            found.push(list[start..comma].trim());
+            start = comma + 1;
+        }
+    }
+    found.push(list[start..].trim());
+    found
+}
+
 fn parse(url: &str) -> Result<AMQPUri, Error> {
-    AMQPUri::from_str(url).map_err(|_| {
+    if url.starts_with("http://") || url.starts_with("https://") {
+        return Err(Error::configuration(
+            "broker: the address is no AMQP URL but an HTTP one; the broker's own begins with              amqp:// or amqps://, and that of its management API belongs into              Settings::management, in a file into management_env",
+        ));
+    }
+    let mut address = AMQPUri::from_str(url).map_err(|_| {
         Error::configuration(
-            "broker: the address is no AMQP URL; write it like \
-             amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"",
+            "broker: the address is no AMQP URL; write it like              amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"; several stand in \
+             full, with commas between them",
         )
-    })
+    })?;
+    if address.authority.host.contains(',') {
+        return Err(Error::configuration(format!(
+            "broker: the address names several hosts, {}; write the address of each in full, with \
+             commas between them: amqp://user:password@host-1/vhost,amqp://user:password@host-2/vhost",
+            address.authority.host
+        )));
+    }
+    // lapin takes such a host for none, which is localhost.
+    if let Some(host) = ipv6(url) {
+        address.authority.host = host.to_string();
+    }
+    Ok(address)
+}
+
+/// The host of an address, if it is in brackets.
+fn ipv6(url: &str) -> Option<Ipv6Addr> {
+    let (_, rest) = url.split_once("://")?;
+    let authority = rest.split(['/', '?', '#']).next()?;
+    let host = authority.rsplit_once('@').map_or(authority, |(_, host)| host);
+    host.strip_prefix('[')?.split_once(']')?.0.parse().ok()
 }
 
 /// Takes the URL as it is; what is wrong with it is said when it is used.
 impl From<&str> for Broker {
     fn from(url: &str) -> Self {
-        Self(Arc::new(Inner::new(parse(url).map(|address| vec![address]))))
+        Self(Arc::new(Inner::new(addresses([url]))))
     }
 }
 
@@ -217,5 +269,36 @@ mod tests {
         assert!(Broker::any_of(["amqp://a/v", "amqp://b/w"]).is_err());
         let error = Broker::any_of(["amqp://a/v", "me:hunter2@b"]).unwrap_err();
         assert!(!format!("{error} {error:?}").contains("hunter2"), "{error:?}");
+    }
+
+    #[test]
+    fn addresses_are_told_apart_although_a_password_holds_a_comma() {
+        assert_eq!(split("amqp://a"), ["amqp://a"]);
+        assert_eq!(split("amqp://a,amqps://b, amqp://c"), ["amqp://a", "amqps://b", "amqp://c"]);
+        assert_eq!(split("amqp://me:x,y@a,amqp://b"), ["amqp://me:x,y@a", "amqp://b"]);
+        let vhosts = |broker: Broker| {
+            let addresses = broker.addresses().unwrap();
+            addresses.iter().map(|uri| uri.vhost.clone()).collect::<Vec<_>>()
+        };
+        assert_eq!(vhosts(Broker::from("amqp://a/v,amqp://b/v")), ["v", "v"]);
+        assert_eq!(vhosts(Broker::any_of(["amqp://a,amqp://b", "amqp://c"]).unwrap()), ["/"; 3]);
+        let error = Broker::from("amqp://a,b/v").addresses().unwrap_err().to_string();
+        assert!(error.contains("several hosts, a,b") && error.contains("in full"), "{error}");
+    }
+
+    #[test]
+    fn a_host_in_brackets_is_an_ipv6_address() {
+        let host = |url: &str| {
+            let authority = parse(url).unwrap().authority;
+            (authority.host, authority.port)
+        };
+        assert_eq!(host("amqp://[2001:db8::5]"), ("2001:db8::5".to_owned(), 5672));
+        assert_eq!(host("amqps://me:a%40@[::1]:99/[::2]?heartbeat=5"), ("::1".to_owned(), 99));
+        assert_eq!(host("amqp://me:[::3]@h/[::2]"), ("h".to_owned(), 5672));
+        assert_eq!(host("amqp://127.0.0.1:1/v"), ("127.0.0.1".to_owned(), 1));
+        assert_eq!(host("amqp:///v"), ("localhost".to_owned(), 5672));
+        for url in ["amqp://[::1", "amqp://[fe80::1%25eth0]/", "amqp://[localhost]/"] {
+            assert!(parse(url).is_err(), "{url}");
+        }
     }
 }

@@ -21,7 +21,8 @@ use tokio::{
 
 use super::{
     Broker,
-    connection::{Purpose, refused},
+    connection::Purpose,
+    hints::{NotConnected, place},
     io::Io,
 };
 use crate::{Error, ErrorKind};
@@ -135,42 +136,16 @@ async fn open_one(
     purpose: Purpose,
 ) -> Result<Connection, Error> {
     uri.query.heartbeat.get_or_insert(HEARTBEAT);
-    let place = format!("{}:{}", uri.authority.host, uri.authority.port);
-    let user = uri.authority.userinfo.username.clone();
-    let connecting = connect(broker, uri, purpose);
+    let connecting = connect(broker, uri.clone(), purpose);
     match tokio::time::timeout(CONNECT_TIMEOUT, connecting).await {
-        Ok(Ok(opened)) => Ok(opened),
-        Ok(Err(NotConnected::Io(error))) => {
-            let text = format!("connecting to {place}: {error}");
-            Err(Error::new(ErrorKind::Connection, text).because(error))
-        }
-        Ok(Err(NotConnected::Lapin(error))) => Err(not_connected(&error, &place, &user)),
-        Ok(Err(NotConnected::NoTls)) => Err(Error::configuration(
-            "broker: an amqps address needs TLS; enable this crate's feature \"tls\", or one of \
-             lapin's",
-        )),
+        Ok(connected) => connected.map_err(|why| why.explain(&uri)),
         Err(_) => Err(Error::new(
             ErrorKind::Connection,
-            format!("the broker at {place} did not answer within {CONNECT_TIMEOUT:?}"),
+            format!(
+                "the broker at {} did not answer within {CONNECT_TIMEOUT:?}",
+                place(&uri.authority)
+            ),
         )),
-    }
-}
-
-enum NotConnected {
-    Io(io::Error),
-    Lapin(lapin::Error),
-    NoTls,
-}
-
-impl From<io::Error> for NotConnected {
-    fn from(error: io::Error) -> Self {
-        Self::Io(error)
-    }
-}
-
-impl From<lapin::Error> for NotConnected {
-    fn from(error: lapin::Error) -> Self {
-        Self::Lapin(error)
     }
 }
 
@@ -193,7 +168,8 @@ async fn connect(
     let AsyncTcpStream::Plain(socket) = &stream else { return Err(NotConnected::NoTls) };
     let line = Line(Some(SockRef::from(socket.get_ref()).try_clone()?));
     if uri.scheme == AMQPScheme::AMQPS {
-        stream = stream.into_tls(host, broker.tls().as_ref()).await?;
+        let encrypting = stream.into_tls(host, broker.tls().as_ref());
+        stream = encrypting.await.map_err(NotConnected::Tls)?;
         // So lapin answers without a TLS of its own. The password would travel in plain text.
         if matches!(stream, AsyncTcpStream::Plain(_)) {
             return Err(NotConnected::NoTls);
@@ -217,17 +193,6 @@ async fn connect(
     let connection = Connection::connector(uri, runtime, hand_over, properties).await?;
     line.hand_over();
     Ok(connection)
-}
-
-/// Whatever the broker's code, a refused login is not a right that the user lacks on a queue.
-fn not_connected(error: &lapin::Error, place: &str, user: &str) -> Error {
-    let why = refused(error, &format!("connecting to {place}"));
-    let remedy = if why.kind() == ErrorKind::Permission {
-        format!("; check the name and the password of the user {user:?}")
-    } else {
-        String::new()
-    };
-    Error::new(ErrorKind::Connection, format!("{why}{remedy}")).because(error.clone())
 }
 
 #[cfg(test)]

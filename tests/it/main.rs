@@ -1,6 +1,7 @@
 //! Behaviour on a real broker, one module a promise.
 
 mod acks;
+mod addresses;
 mod blocked_runtime;
 mod busy;
 mod configuration;
