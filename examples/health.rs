@@ -8,7 +8,7 @@
 //! `HEALTH_ADDR` in the environment is another address to listen at.
 //!
 //! Answers 200 while the consumer takes jobs, and 503 with the reason while it does not: paused,
-//! without its broker, blocked by it, or stopping. As a *readiness* check that is what you want; as a
+//! without its broker, blocked by it, held up, or stopping. As a *readiness* check that is what you want; as a
 //! *liveness* check it is not, for a restart brings no broker back.
 //!
 //! The first Ctrl-C or SIGTERM lets running handlers finish, the second ends the process now: what it
@@ -21,12 +21,11 @@ use lapin::{
     options::QueueDeclareOptions,
     types::{AMQPValue, FieldTable},
 };
-use lapin_retry::{Health, Job, RetryConsumer, RetryPolicy};
+use lapin_retry::{Handle, Health, Job, RetryConsumer, RetryPolicy};
 use serde_json::json;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    sync::watch,
 };
 
 const QUEUE: &str = "health";
@@ -47,7 +46,7 @@ async fn main() -> anyhow::Result<()> {
     let place = env::var("HEALTH_ADDR").unwrap_or_else(|_| "127.0.0.1:8080".to_owned());
     let listener = TcpListener::bind(&place).await?;
     println!("consuming {QUEUE}; health at http://{}/", listener.local_addr()?);
-    tokio::spawn(serve(listener, consumer.health()));
+    tokio::spawn(serve(listener, consumer.clone()));
 
     tokio::select! {
         () = signal() => println!("finishing what was begun; once more to end now"),
@@ -81,11 +80,11 @@ async fn signal() {
     let _ = tokio::signal::ctrl_c().await;
 }
 
-async fn serve(listener: TcpListener, health: watch::Receiver<Health>) {
+async fn serve(listener: TcpListener, consumer: Handle) {
     loop {
         match listener.accept().await {
             Ok((client, _)) => {
-                let answering = answer(client, health.borrow().clone());
+                let answering = answer(client, consumer.health());
                 tokio::spawn(tokio::time::timeout(Duration::from_secs(5), answering));
             }
             // Out of file handles, say.

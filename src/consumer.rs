@@ -17,20 +17,21 @@ use std::{
     time::Duration,
 };
 
-use futures_util::{FutureExt, future::BoxFuture};
+use futures_util::{FutureExt, Stream, StreamExt, future::BoxFuture};
 use lapin::types::{AMQPValue, FieldTable};
 use tokio::sync::{Semaphore, watch};
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
 pub use self::{health::Health, reconnect::Reconnect};
 use self::{
-    health::Signs,
+    health::{Signs, Vitals},
     reconnect::Tags,
     run::{Run, Stop},
 };
 use crate::{
     Broker, Error, ErrorKind, Event, Job, Outcome, Policies, RetryPolicy, Settings,
-    link::Subscribe, settle::Engine,
+    link::{Subscribe, watch_over},
+    settle::Engine,
 };
 
 /// What runs a job. Implemented for closures `Fn(Job) -> impl Future<Output = anyhow::Result<()>>`.
@@ -153,15 +154,9 @@ impl RetryConsumer {
         let (stop, stopping) = watch::channel(None);
         let (end, ended) = watch::channel(None);
         let (lost, loss) = watch::channel(None);
-        let (tell, health) = watch::channel(Health::Running);
-        let signs = Signs {
-            engine: Arc::clone(&engine),
-            lost: loss,
-            stopping: stopping.clone(),
-            ended: ended.clone(),
-            until: None,
-        };
-        tokio::spawn(signs.follow(tell));
+        let (signs, sign) = Signs::new(&engine, loss, stopping.clone());
+        let vitals = Vitals { sign: sign.subscribe(), ended };
+        watch_over(engine.queue(), sign.subscribe());
         let run = Run {
             engine: Arc::clone(&engine),
             how,
@@ -178,8 +173,15 @@ impl RetryConsumer {
             reconnect: builder.reconnect,
             lost,
         };
-        tokio::spawn(async move { end.send(Some(run.until_stopped(subscription).await)) });
-        Ok(Handle { engine, stop: Arc::new(stop), ended, health })
+        tokio::spawn(async move {
+            let how = tokio::select! {
+                biased;
+                how = run.until_stopped(subscription) => how,
+                never = signs.give(sign) => match never {},
+            };
+            end.send(Some(how))
+        });
+        Ok(Handle { engine, stop: Arc::new(stop), vitals })
     }
 }
 
@@ -356,14 +358,21 @@ fn table(arguments: Vec<(String, AMQPValue)>) -> FieldTable {
 pub struct Handle {
     engine: Arc<Engine>,
     stop: Arc<watch::Sender<Option<Stop>>>,
-    ended: watch::Receiver<Option<Result<(), Error>>>,
-    health: watch::Receiver<Health>,
+    vitals: Vitals,
 }
 
 impl Handle {
-    /// How it is, now and at every change: for a health check, say (`examples/health.rs`).
-    pub fn health(&self) -> watch::Receiver<Health> {
-        self.health.clone()
+    /// How it is now: for a health check, say (`examples/health.rs`). A consumer whose runtime has
+    /// ended is [`Stopped`](Health::Stopped); 5 s after the last sign of life it is
+    /// [`Unresponsive`](Health::Unresponsive).
+    pub fn health(&self) -> Health {
+        self.vitals.health()
+    }
+
+    /// How it is now, and then each change, up to [`Stopped`](Health::Stopped). Poll it on any
+    /// runtime with a timer: only on another one does it report that the consumer's is blocked.
+    pub fn health_changes(&self) -> impl Stream<Item = Health> + Send + Unpin + use<> {
+        self.vitals.clone().changes().boxed()
     }
 
     /// Stops: takes no more jobs, gives back those that have not been started, lets running
@@ -418,7 +427,7 @@ impl Handle {
     /// acks did not succeed in time, so that the broker delivers their jobs again; or the consumer's
     /// task was ended by its runtime.
     pub async fn stopped(&self) -> Result<(), Error> {
-        let mut ended = self.ended.clone();
+        let mut ended = self.vitals.ended.clone();
         let how = ended.wait_for(Option::is_some).await.ok().and_then(|how| how.clone());
         how.unwrap_or_else(|| {
             Err(Error::new(

@@ -18,6 +18,7 @@ use tokio::time::Instant;
 pub use self::broker::Broker;
 pub(crate) use self::{
     connection::{timeout_named, unreadable},
+    io::{BEAT, SILENT, watch_over},
     lapin::{LapinLink, LapinTag, incoming},
     lease::Lease,
 };

@@ -10,11 +10,12 @@ use std::{
 };
 
 use lapin::{Consumer, message::Delivery};
+use tokio::sync::watch;
 
 pub use self::jobs::Jobs;
 use crate::{
     Broker, Error, ErrorKind, Settings, Topology, UnsettledJob,
-    link::{Lease, incoming},
+    link::{BEAT, Lease, incoming, watch_over},
     pause::Pace,
     settle::Engine,
 };
@@ -70,6 +71,14 @@ impl Retry {
         settings: impl Into<Settings>,
     ) -> Result<Self, Error> {
         let engine = Engine::start(broker.into(), queue, settings.into()).await?;
+        let (beat, beats) = watch::channel(());
+        watch_over(engine.queue(), beats);
+        let alive = Arc::downgrade(&engine);
+        tokio::spawn(async move {
+            while alive.strong_count() > 0 && beat.send(()).is_ok() {
+                tokio::time::sleep(BEAT).await;
+            }
+        });
         Ok(Self { engine, accepted: Arc::default() })
     }
 

@@ -1,18 +1,22 @@
 //! How a consumer is, for whoever asks.
 
 use std::{
+    convert::Infallible,
     fmt,
     sync::Arc,
-    time::{Duration, SystemTime},
+    time::{Instant, SystemTime},
 };
 
-use tokio::{sync::watch, time::Instant};
+use futures_util::{Stream, stream};
+use tokio::sync::watch;
 
 use super::run::Stop;
-use crate::{Error, pause::Pace, settle::Engine};
-
-/// How often it is looked whether the broker blocks publishers: lapin tells only one listener.
-const LOOK: Duration = Duration::from_secs(1);
+use crate::{
+    Error,
+    link::{BEAT, SILENT},
+    pause::Pace,
+    settle::Engine,
+};
 
 /// How a consumer is. See [`Handle::health`](crate::Handle::health).
 ///
@@ -49,6 +53,13 @@ pub enum Health {
         /// Since when.
         since: SystemTime,
     },
+    /// Its runtime has not run it for 5 s: handlers block the threads (call such code with
+    /// `tokio::task::spawn_blocking`), or nobody drives the runtime any more.
+    #[non_exhaustive]
+    Unresponsive {
+        /// Since when, to a second.
+        since: SystemTime,
+    },
     /// It has stopped: [`Handle::stopped`](crate::Handle::stopped) tells how.
     Stopped,
 }
@@ -59,7 +70,7 @@ impl Health {
         *self == Self::Running
     }
 
-    /// `running`, `blocked`, `paused`, `reconnecting`, `draining` or `stopped`.
+    /// `running`, `blocked`, `paused`, `reconnecting`, `draining`, `unresponsive` or `stopped`.
     pub fn as_str(&self) -> &'static str {
         match self {
             Self::Running => "running",
@@ -67,6 +78,7 @@ impl Health {
             Self::Paused { .. } => "paused",
             Self::Reconnecting { .. } => "reconnecting",
             Self::Draining { .. } => "draining",
+            Self::Unresponsive { .. } => "unresponsive",
             Self::Stopped => "stopped",
         }
     }
@@ -80,7 +92,7 @@ impl fmt::Display for Health {
         match self {
             Self::Running | Self::Stopped | Self::Paused { until: None } => Ok(()),
             Self::Paused { until: Some(until) } => write!(f, " until {}", time(*until)),
-            Self::Blocked { since } | Self::Draining { since } => {
+            Self::Blocked { since } | Self::Draining { since } | Self::Unresponsive { since } => {
                 write!(f, " since {}", time(*since))
             }
             Self::Reconnecting { since, error } => write!(f, " since {}: {error}", time(*since)),
@@ -103,46 +115,102 @@ impl Lost {
     }
 }
 
-/// All that health is made of.
+/// What a running consumer last said of itself.
+#[derive(Clone, Debug)]
+pub(super) struct Sign {
+    health: Health,
+    at: Instant,
+    /// The same on the wall.
+    time: SystemTime,
+}
+
+/// What a consumer says of itself, and how its task ended: its health is made of these when somebody
+/// asks, so that a consumer that no longer runs is not taken for a healthy one.
+#[derive(Clone, Debug)]
+pub(super) struct Vitals {
+    pub(super) sign: watch::Receiver<Sign>,
+    pub(super) ended: watch::Receiver<Option<Result<(), Error>>>,
+}
+
+impl Vitals {
+    pub(super) fn health(&self) -> Health {
+        // An error: the consumer's task was ended by its runtime.
+        if self.ended.borrow().is_some() || self.ended.has_changed().is_err() {
+            return Health::Stopped;
+        }
+        let sign = self.sign.borrow();
+        // std's clock: the asker may be where tokio's is paused.
+        if sign.at.elapsed() > BEAT * SILENT {
+            Health::Unresponsive { since: sign.time }
+        } else {
+            sign.health.clone()
+        }
+    }
+
+    /// The health now, and each other one that follows, up to the end.
+    pub(super) fn changes(self) -> impl Stream<Item = Health> + Send + 'static {
+        stream::unfold((self, None), async |(mut vitals, last)| {
+            if last == Some(Health::Stopped) {
+                return None;
+            }
+            loop {
+                vitals.sign.mark_unchanged();
+                let health = vitals.health();
+                if last.as_ref() != Some(&health) {
+                    return Some((health.clone(), (vitals, Some(health))));
+                }
+                tokio::select! {
+                    () = changed(&mut vitals.sign) => {}
+                    _ = vitals.ended.changed() => {}
+                    () = tokio::time::sleep(BEAT) => {}
+                }
+            }
+        })
+    }
+}
+
+/// All that a consumer knows of its health.
 pub(super) struct Signs {
     pub(super) engine: Arc<Engine>,
     pub(super) lost: watch::Receiver<Option<Lost>>,
     pub(super) stopping: watch::Receiver<Option<Stop>>,
-    pub(super) ended: watch::Receiver<Option<Result<(), Error>>>,
     /// The end of a pause, and what was last reported of it.
-    pub(super) until: Option<(Instant, SystemTime)>,
+    pub(super) until: Option<(tokio::time::Instant, SystemTime)>,
 }
 
 impl Signs {
-    /// Tells `health` of every change, until the consumer has stopped.
-    pub(super) async fn follow(mut self, health: watch::Sender<Health>) {
+    pub(super) fn new(
+        engine: &Arc<Engine>,
+        lost: watch::Receiver<Option<Lost>>,
+        stopping: watch::Receiver<Option<Stop>>,
+    ) -> (Self, watch::Sender<Sign>) {
+        let (health, time) = (Health::Running, engine.now());
+        let sign = watch::Sender::new(Sign { health, at: Instant::now(), time });
+        (Self { engine: Arc::clone(engine), lost, stopping, until: None }, sign)
+    }
+
+    /// Gives a sign at every change and every second. It runs in the consumer's own task, so that one
+    /// that is held up gives none.
+    pub(super) async fn give(mut self, sign: watch::Sender<Sign>) -> Infallible {
         let mut pace = self.engine.pace_changes();
-        let mut look = tokio::time::interval(LOOK);
-        look.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut beat = tokio::time::interval(BEAT);
+        beat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let (mut blocked, mut draining) = (None, None);
         loop {
-            let now = self.engine.now();
-            blocked = self.engine.is_blocked().then(|| blocked.unwrap_or(now));
+            let time = self.engine.now();
+            // Looked at with each beat: lapin tells only one listener.
+            blocked = self.engine.is_blocked().then(|| blocked.unwrap_or(time));
             if self.stopping.borrow_and_update().is_some() {
-                draining.get_or_insert(now);
+                draining.get_or_insert(time);
             }
             let pace_now = *pace.borrow_and_update();
-            let is = self.health(pace_now, blocked, draining);
-            let over = is == Health::Stopped;
-            health.send_if_modified(|told| {
-                let news = *told != is;
-                *told = is;
-                news
-            });
-            if over {
-                return;
-            }
+            let health = self.health(pace_now, blocked, draining);
+            sign.send_replace(Sign { health, at: Instant::now(), time });
             tokio::select! {
                 () = changed(&mut pace) => {}
                 () = changed(&mut self.lost) => {}
                 () = changed(&mut self.stopping) => {}
-                _ = self.ended.changed() => {}
-                _ = look.tick() => {}
+                _ = beat.tick() => {}
             }
         }
     }
@@ -153,10 +221,6 @@ impl Signs {
         blocked: Option<SystemTime>,
         draining: Option<SystemTime>,
     ) -> Health {
-        // An error: the consumer's task was ended by its runtime.
-        if self.ended.borrow().is_some() || self.ended.has_changed().is_err() {
-            return Health::Stopped;
-        }
         if let Some(since) = draining {
             return Health::Draining { since };
         }
@@ -175,13 +239,13 @@ impl Signs {
     }
 
     /// Two readings of the wall clock differ a little, and that is no news.
-    fn on_the_wall(&mut self, instant: Instant) -> SystemTime {
+    fn on_the_wall(&mut self, instant: tokio::time::Instant) -> SystemTime {
         let fresh = self.engine.at(instant);
         let apart = |told: SystemTime| {
             fresh.duration_since(told).unwrap_or_else(|earlier| earlier.duration())
         };
         match self.until {
-            Some((same, told)) if same == instant && apart(told) < LOOK => told,
+            Some((same, told)) if same == instant && apart(told) < BEAT => told,
             _ => self.until.insert((instant, fresh)).1,
         }
     }
@@ -197,6 +261,9 @@ async fn changed<T>(watched: &mut watch::Receiver<T>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use futures_util::StreamExt;
+    use std::time::Duration;
+    use tokio::time::timeout;
 
     #[test]
     fn the_line_of_text_says_it_all() {
@@ -212,12 +279,47 @@ mod tests {
                 format!("reconnecting since {time}: away"),
             ),
             (Health::Draining { since }, format!("draining since {time}")),
+            (Health::Unresponsive { since }, format!("unresponsive since {time}")),
             (Health::Stopped, "stopped".to_owned()),
         ] {
             assert_eq!(health.to_string(), text);
             assert!(text.starts_with(health.as_str()));
             assert_eq!(health.is_healthy(), health == Health::Running);
         }
+    }
+
+    fn vitals(age: Duration) -> (Vitals, impl Sized, watch::Sender<Option<Result<(), Error>>>) {
+        let at = Instant::now().checked_sub(age).unwrap();
+        let sign = Sign { health: Health::Running, at, time: SystemTime::UNIX_EPOCH };
+        let (end, ended) = watch::channel(None);
+        let (keep, sign) = watch::channel(sign);
+        (Vitals { sign, ended }, keep, end)
+    }
+
+    #[test]
+    fn a_consumer_that_gives_no_sign_is_not_healthy_whatever_it_said_last() {
+        let (fresh, _sign, _end) = vitals(Duration::ZERO);
+        assert_eq!(fresh.health(), Health::Running);
+        let (silent, _sign, end) = vitals(BEAT * (SILENT + 1));
+        assert_eq!(silent.health(), Health::Unresponsive { since: SystemTime::UNIX_EPOCH });
+        end.send_replace(Some(Ok(())));
+        assert_eq!(silent.health(), Health::Stopped);
+        // Its runtime was dropped.
+        let (gone, _sign, end) = vitals(Duration::ZERO);
+        drop(end);
+        assert_eq!(gone.health(), Health::Stopped);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn changes_begin_with_the_health_now_and_end_with_the_consumer() {
+        let (vitals, _sign, end) = vitals(BEAT * (SILENT + 1));
+        let mut changes = Box::pin(vitals.changes());
+        let since = SystemTime::UNIX_EPOCH;
+        assert_eq!(changes.next().await, Some(Health::Unresponsive { since }));
+        assert!(timeout(Duration::from_secs(60), changes.next()).await.is_err(), "no news");
+        drop(end);
+        assert_eq!(changes.next().await, Some(Health::Stopped));
+        assert_eq!(changes.next().await, None);
     }
 
     #[test]

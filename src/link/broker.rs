@@ -18,6 +18,9 @@ use crate::Error;
 /// or disk alarm, does not freeze the acks. A connection that is silent for 40 s is dead; the
 /// address may say otherwise with `?heartbeat=` and half of it in seconds.
 ///
+/// It may be used from several runtimes. All connections of the process have their I/O on one thread
+/// of their own, which runs as long as one of them exists.
+///
 /// ```
 /// # use lapin_retry::Broker;
 /// let broker = Broker::new("amqp://guest:guest@localhost:5672/%2f")?;
@@ -86,7 +89,8 @@ impl Broker {
     }
 
     /// The same broker with these connection properties, such as client properties or an
-    /// authentication provider. The connection's name is set here.
+    /// authentication provider. The connection's name is set here. A provider is called on the threads
+    /// of the connections, which it must not block for long.
     ///
     /// **Leave lapin's own recovery off** (`enable_auto_recover`). Lost connections are opened again
     /// here, with their channels and consumers; lapin's recovery beside it would bring some of them

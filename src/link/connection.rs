@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    fmt::Display,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -15,9 +16,11 @@ use lapin::{
 };
 
 use tokio::{
+    runtime::Handle,
     sync::{OnceCell, Semaphore, SemaphorePermit},
     time::Instant,
 };
+use tokio_util::task::AbortOnDropHandle;
 
 use super::{
     Answered, Broker,
@@ -35,9 +38,12 @@ const CHANNEL_MAX: u16 = 2047;
 const CHANNEL_WAIT: Duration = Duration::from_secs(10);
 const CHANNEL_LOOK: Duration = Duration::from_millis(20);
 
-/// A connection that several users share.
+/// A connection that several users share, on whatever runtimes they are.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Shared(Arc<Sharing>);
+
 #[derive(Debug, Default)]
-pub(super) struct Shared {
+struct Sharing {
     current: Mutex<Option<Arc<Session>>>,
     opening: tokio::sync::Mutex<Opening>,
     /// How many times connecting was tried, to tell a waiter whether its turn was somebody else's.
@@ -50,7 +56,8 @@ struct Opening {
     /// However many users ask for it, a connection that cannot be opened is tried in the rhythm of
     /// one.
     backoff: Backoff,
-    next_try: Instant,
+    /// None: at once.
+    next_try: Option<Instant>,
 }
 
 impl Default for Opening {
@@ -58,7 +65,7 @@ impl Default for Opening {
         Self {
             last_error: None,
             backoff: Backoff::new(Duration::from_millis(100), Duration::from_secs(5)),
-            next_try: Instant::now(),
+            next_try: None,
         }
     }
 }
@@ -114,37 +121,53 @@ impl Shared {
         }
     }
 
+    /// On the I/O thread: whoever opens it, others wait for it, and their runtimes may go on when this
+    /// one does not.
     async fn open(&self, broker: &Broker, purpose: Purpose) -> Result<Arc<Session>, Error> {
-        let tries = self.tries.load(Ordering::Relaxed);
-        let mut opening = self.opening.lock().await;
+        let ended = |why: &dyn Display| {
+            Error::new(ErrorKind::Connection, format!("connecting: no thread for it: {why}"))
+        };
+        let (shared, broker, users) = (self.clone(), broker.clone(), Handle::current());
+        let io = Io::get().map_err(|error| ended(&error))?;
+        let opening =
+            io.clone().spawn(async move { shared.open_here(&broker, purpose, &users, io).await });
+        AbortOnDropHandle::new(opening).await.unwrap_or_else(|error| Err(ended(&error)))
+    }
+
+    /// `users`: the runtime of the one who opens it.
+    async fn open_here(
+        &self,
+        broker: &Broker,
+        purpose: Purpose,
+        users: &Handle,
+        io: Io,
+    ) -> Result<Arc<Session>, Error> {
+        let Self(shared) = self;
+        let tries = shared.tries.load(Ordering::Relaxed);
+        let mut opening = shared.opening.lock().await;
         if let Some(session) = self.working() {
             return Ok(session);
         }
         // Those who waited while connecting failed share the failure; else each of them would
         // wait for the broker anew, one after the other.
-        if self.tries.load(Ordering::Relaxed) != tries
+        if shared.tries.load(Ordering::Relaxed) != tries
             && let Some(error) = &opening.last_error
         {
             return Err(error.clone());
         }
-        tokio::time::sleep_until(opening.next_try).await;
-        self.tries.fetch_add(1, Ordering::Relaxed);
-        let io = Io::get().map_err(|error| {
-            let text = format!("connecting: no thread for it: {error}");
-            Error::new(ErrorKind::Connection, text).because(error)
-        });
-        let opened = match io {
-            Ok(io) => open(broker, purpose).await.map(|connection| (connection, io)),
-            Err(error) => Err(error),
-        };
-        match opened {
-            Ok((connection, io)) => {
+        if let Some(next_try) = opening.next_try {
+            tokio::time::sleep_until(next_try).await;
+        }
+        shared.tries.fetch_add(1, Ordering::Relaxed);
+        match open(broker, purpose).await {
+            Ok(connection) => {
                 opening.last_error = None;
                 opening.backoff.reset();
+                opening.next_try = None;
                 let publishes = matches!(purpose, Purpose::Publishing);
                 let declares = most_declares(connection.configuration().channel_max());
                 let session = Arc::new(Session {
-                    carrier: publishes.then(|| Carrier::start(&connection)),
+                    carrier: publishes.then(|| Carrier::start(&connection, users)),
                     connection,
                     _io: io,
                     retired: AtomicBool::new(false),
@@ -152,13 +175,14 @@ impl Shared {
                     alone: Semaphore::new(1),
                     declaring: Semaphore::new(declares),
                 });
-                *lock(&self.current) = Some(Arc::clone(&session));
+                *lock(&shared.current) = Some(Arc::clone(&session));
                 Ok(session)
             }
             Err(error) => {
-                *lock(&self.current) = None;
+                *lock(&shared.current) = None;
                 opening.last_error = Some(error.clone());
-                opening.next_try = Instant::now() + opening.backoff.next(&mut rand::rng());
+                let wait = opening.backoff.next(&mut rand::rng());
+                opening.next_try = Some(Instant::now() + wait);
                 Err(error)
             }
         }
@@ -166,7 +190,7 @@ impl Shared {
 
     /// The connection that was opened last, whatever its state.
     pub(super) fn last(&self) -> Option<Arc<Session>> {
-        lock(&self.current).clone()
+        lock(&self.0.current).clone()
     }
 
     /// The broker blocks whoever publishes over it: a memory or disk alarm.
@@ -176,12 +200,12 @@ impl Shared {
 
     /// Leaves the connection to those who still use it.
     pub(super) fn let_go(&self) {
-        lock(&self.current).take();
+        lock(&self.0.current).take();
     }
 
     /// The connection, if there is one that works.
     pub(super) fn working(&self) -> Option<Arc<Session>> {
-        lock(&self.current).as_ref().filter(|session| session.works()).cloned()
+        lock(&self.0.current).as_ref().filter(|session| session.works()).cloned()
     }
 }
 

@@ -157,7 +157,8 @@ async fn connect(
     purpose: Purpose,
 ) -> Result<Connection, NotConnected> {
     let io = Io::get()?;
-    let runtime = io.enter(lapin::runtime::default_runtime)?;
+    // The current one: the I/O thread's.
+    let runtime = lapin::runtime::default_runtime()?;
     let host = uri.authority.host.as_str();
     let mut places: Vec<_> = tokio::net::lookup_host((host, uri.authority.port)).await?.collect();
     places.shuffle(&mut rand::rng());

@@ -5,15 +5,27 @@
 
 use std::{
     convert::Infallible,
+    future::Future,
     io,
     sync::{Mutex, PoisonError},
     thread,
+    time::Duration,
 };
 
 use tokio::{
     runtime::{Builder, Handle},
-    sync::mpsc::{Receiver, Sender, WeakSender, channel},
+    sync::{
+        mpsc::{Receiver, Sender, WeakSender, channel},
+        watch,
+    },
+    task::JoinHandle,
+    time::timeout,
 };
+
+/// How often a task of the user's runtime shows that it runs.
+pub(crate) const BEAT: Duration = Duration::from_secs(1);
+/// For how many beats it may be silent.
+pub(crate) const SILENT: u32 = 5;
 
 /// The thread that was started last. It may have ended.
 type Last = Mutex<Option<(Handle, WeakSender<Infallible>)>>;
@@ -51,10 +63,52 @@ impl Io {
         Ok(io)
     }
 
-    /// Calls `f` with the thread's runtime as the current one.
-    pub(super) fn enter<T>(&self, f: impl FnOnce() -> T) -> T {
-        let _entered = self.runtime.enter();
-        f()
+    /// Runs a task on the thread. It must not block, and calls no code of the user's.
+    pub(super) fn spawn<F>(&self, task: F) -> JoinHandle<F::Output>
+    where
+        F: Future + Send + 'static,
+        F::Output: Send,
+    {
+        self.runtime.spawn(task)
+    }
+}
+
+/// Logs when a task on the user's runtime falls silent, until that task ends.
+pub(crate) fn watch_over<T: Send + Sync + 'static>(queue: String, beats: watch::Receiver<T>) {
+    // There are connections, so the thread runs.
+    if let Ok(io) = Io::get() {
+        let keep = io.clone();
+        io.spawn(async move {
+            until_ended(&queue, beats).await;
+            drop(keep);
+        });
+    }
+}
+
+async fn until_ended<T>(queue: &str, mut beats: watch::Receiver<T>) {
+    // Counted and not measured: a process that was stopped, or got no processor, misses one.
+    let mut missed = 0;
+    loop {
+        match timeout(BEAT, beats.changed()).await {
+            Ok(Ok(())) => {
+                if missed >= SILENT {
+                    tracing::warn!(queue, "the tokio runtime runs again, after {missed} s");
+                }
+                missed = 0;
+            }
+            Ok(Err(_)) => return,
+            Err(_) => {
+                missed += 1;
+                if missed % SILENT == 0 && (missed / SILENT).is_power_of_two() {
+                    tracing::warn!(
+                        queue,
+                        "the tokio runtime has not run for {missed} s, so no job is taken, acked or \
+                         handed off: code that blocks keeps its threads; call such code with \
+                         tokio::task::spawn_blocking"
+                    );
+                }
+            }
+        }
     }
 }
 
@@ -72,7 +126,7 @@ mod tests {
         super::{Broker, connection::Purpose, dial::open},
         *,
     };
-    use std::time::{Duration, Instant};
+    use std::{sync::Arc, time::Instant};
     use tokio::{
         net::TcpListener,
         time::{sleep, timeout},
@@ -100,6 +154,43 @@ mod tests {
         drop(thread.spawn(async { drop(one) }));
         eventually("it has ended", async || thread.spawn(name()).await.is_err()).await;
         assert!(Io::of(&LOCAL).unwrap().runtime.spawn(name()).await.is_ok(), "a new one");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_runtime_that_is_silent_is_logged_less_and_less_often_and_when_it_runs_again() {
+        #[derive(Clone, Default)]
+        struct Log(Arc<Mutex<Vec<u8>>>);
+        impl io::Write for Log {
+            fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+                self.0.lock().unwrap().write(text)
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let log = Log::default();
+        let writer = log.clone();
+        let subscriber =
+            tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone());
+        let _listening = tracing::subscriber::set_default(subscriber.finish());
+
+        let (beat, beats) = watch::channel(());
+        let watching = tokio::spawn(until_ended("work", beats));
+        for silent in [BEAT / 2, BEAT * 4, BEAT * 50] {
+            sleep(silent).await;
+            beat.send_replace(());
+        }
+        sleep(BEAT / 2).await;
+        drop(beat);
+        watching.await.unwrap();
+        let text = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+        let logged: Vec<_> = text.lines().filter(|line| line.contains(" WARN ")).collect();
+        assert_eq!(logged.len(), 5, "{logged:#?}");
+        for (line, seconds) in logged.iter().zip(["for 5 s", "for 10 s", "for 20 s", "for 40 s"]) {
+            assert!(line.contains(seconds) && line.contains("work"), "{line}");
+            assert!(line.contains("spawn_blocking"), "{line}");
+        }
+        assert!(logged[4].contains("runs again, after"), "{logged:#?}");
     }
 
     /// lapin keeps a task for every connection that it could not open itself.

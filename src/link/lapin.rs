@@ -29,6 +29,7 @@ use super::{
     Subscription, Tag,
     connection::{Purpose, Session, Shared, refused, unreadable},
     dial::until_back,
+    io::Io,
     pipe::{ENDED, Pipe, not_sent, undecided},
     watched::Watched,
 };
@@ -358,10 +359,13 @@ impl Drop for Consuming {
         // Dropping the last handle of a channel closes it, and that of the last answer is dropped
         // right after it. Nobody waits for this, so that a slow broker may have longer.
         let last = (self.channel.clone(), Arc::clone(&self.session));
-        self.runtime.spawn(async move {
-            tokio::time::sleep(5 * LINGER).await;
-            drop(last);
-        });
+        // Not on a runtime that may be about to end. The thread runs while there is a connection.
+        if let Ok(io) = Io::get() {
+            io.spawn(async move {
+                tokio::time::sleep(5 * LINGER).await;
+                drop(last);
+            });
+        }
     }
 }
 

@@ -23,6 +23,7 @@ use lapin::{
     options::{BasicPublishOptions, ConfirmSelectOptions},
 };
 use tokio::{
+    runtime::Handle,
     sync::mpsc,
     time::{Instant, sleep},
 };
@@ -182,10 +183,10 @@ pub(super) fn not_sent(queue: &str, why: impl fmt::Display) -> Confirmed {
 }
 
 impl Carrier {
-    pub(super) fn start(connection: &Connection) -> Self {
+    pub(super) fn start(connection: &Connection, runtime: &Handle) -> Self {
         // No more are in it than all consumers together have slots for hand-offs.
         let (orders, taken) = mpsc::unbounded_channel();
-        tokio::spawn(carry(connection.status().clone(), taken));
+        runtime.spawn(carry(connection.status().clone(), taken));
         Self(orders)
     }
 

@@ -15,7 +15,7 @@ use tokio::{
 
 use super::{
     Engine,
-    ack_book::{AckBook, Entry},
+    ack_book::{AckBook, Entry, STRAGGLE},
     overdue::Running,
     suspects::InHand,
 };
@@ -94,14 +94,17 @@ impl Acks {
             (mem::replace(&mut state.acking, true), state.book.is_enough())
         };
         if !acking {
-            self.engine.spawn(Arc::clone(self).ack_all());
+            let (acks, acking) = (Arc::clone(self), Acking(Some(Arc::clone(self))));
+            self.engine.spawn(async move {
+                acks.ack_all().await;
+                acking.done();
+            });
         } else if enough {
             self.enough.notify_one();
         }
     }
 
-    async fn ack_all(self: Arc<Self>) {
-        let _acking = Acking(&self);
+    async fn ack_all(&self) {
         loop {
             if !self.state().book.is_enough() {
                 let _ = tokio::time::timeout(GATHER, self.enough.notified()).await;
@@ -144,13 +147,25 @@ impl Acks {
     }
 }
 
-/// If the task ends by a panic (of whoever listens to our logs), the next to finish starts another.
-struct Acking<'a>(&'a Acks);
+/// Ends early by a panic (of whoever listens to our logs): the next to finish starts another. Or with
+/// its runtime: nothing more is acked, and whoever waits for an ack hears so.
+struct Acking(Option<Arc<Acks>>);
 
-impl Drop for Acking<'_> {
+impl Acking {
+    fn done(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for Acking {
     fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.state().acking = false;
+        let Some(acks) = self.0.take() else { return };
+        let mut state = acks.state();
+        state.acking = false;
+        if !std::thread::panicking() {
+            let unacked = state.book.take(Instant::now() + 2 * STRAGGLE);
+            drop(state);
+            drop(unacked);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::support::{LANE, PATIENCE, Proxy, Scene, broker_addr, eventually, quick, table, within};
 use anyhow::anyhow;
+use futures_util::{Stream, StreamExt};
 use lapin::{ConnectionProperties, types::AMQPValue};
 use lapin_retry::{
     Broker, Builder, ErrorKind, Event, Handle, Health, Job, Reconnect, Retry, RetryConsumer,
@@ -34,6 +35,16 @@ async fn start(scene: &Scene, broker: impl Into<Broker>) -> Handle {
 async fn takes_jobs(scene: &Scene, id: &str) {
     scene.job(id, table([]), b"job").await;
     scene.journal.is_done(id).await;
+}
+
+/// Waits until the health is like this.
+async fn until(
+    what: &str,
+    changes: &mut (impl Stream<Item = Health> + Unpin),
+    is: impl Fn(&Health) -> bool,
+) {
+    let found = async { while !is(&changes.next().await.expect("not stopped")) {} };
+    within(what, found).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -73,8 +84,7 @@ async fn at_the_limit_of_failed_tries_the_consumer_stops_and_says_why() {
     assert_eq!(told, [error.to_string()]);
     let password = url.split(['/', ':', '@']).nth(4).unwrap();
     assert!(password.len() == 32 && !format!("{error:?}").contains(password), "{error:?}");
-    let mut health = handle.health();
-    within("told", health.wait_for(|health| *health == Health::Stopped)).await.unwrap();
+    assert_eq!(handle.health(), Health::Stopped);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -200,12 +210,12 @@ async fn a_silent_connection_is_lost_after_two_heartbeats_and_comes_back() {
     let stalled = Instant::now();
     eventually("it is missed", PATIENCE, async || scene.journal.disconnected() == 1).await;
     assert!(stalled.elapsed() < Duration::from_secs(5), "{:?}", stalled.elapsed());
-    let mut health = handle.health();
+    let mut health = handle.health_changes();
     let lost = |health: &Health| matches!(health, Health::Reconnecting { .. });
-    within("told", health.wait_for(lost)).await.unwrap();
+    until("told", &mut health, lost).await;
     proxy.stall(false);
     takes_jobs(&scene, "2").await;
-    within("told", health.wait_for(Health::is_healthy)).await.unwrap();
+    until("told", &mut health, Health::is_healthy).await;
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
 }
 
@@ -242,11 +252,11 @@ async fn in_a_memory_alarm_acks_go_on_and_a_lost_consumer_comes_back() {
         .start()
         .await
         .unwrap();
-    let mut health = handle.health();
+    let mut health = handle.health_changes();
     proxy.alarm(true);
     let mut ids = scene.fill(20).await;
     let blocked = |health: &Health| matches!(health, Health::Blocked { .. });
-    within("told", health.wait_for(blocked)).await.unwrap();
+    until("told", &mut health, blocked).await;
     ids.remove("0000");
     eventually("19 are acked", PATIENCE, async || scene.journal.finished() == ids).await;
     scene.unacked(1).await;
@@ -256,12 +266,12 @@ async fn in_a_memory_alarm_acks_go_on_and_a_lost_consumer_comes_back() {
     eventually("the loss is told", PATIENCE, async || scene.journal.disconnected() > 0).await;
     takes_jobs(&scene, "in the alarm").await;
     assert_eq!(scene.journal.disconnected(), 1, "at the first try");
-    assert!(blocked(&health.borrow_and_update()), "it is not over");
+    assert!(blocked(&handle.health()), "it is not over");
     assert!(scene.journal.handed_off().is_empty());
 
     proxy.alarm(false);
     eventually("it is handed off", PATIENCE, async || scene.journal.handed_off().len() == 1).await;
-    within("told", health.wait_for(Health::is_healthy)).await.unwrap();
+    until("told", &mut health, Health::is_healthy).await;
     within("shutdown", handle.shutdown(Duration::from_secs(5))).await;
     // The first copy was on its way when the job's channel was closed.
     assert!(scene.look(LANE).await.len() <= 1 + scene.journal.possible_duplicates());
@@ -322,13 +332,13 @@ async fn health_tells_of_pauses_and_of_the_end() {
         .start()
         .await
         .unwrap();
-    let mut health = handle.health();
-    assert_eq!(*health.borrow_and_update(), Health::Running);
+    let mut health = handle.health_changes();
+    assert_eq!(handle.health(), Health::Running);
     handle.pause();
     let held = |health: &Health| matches!(health, Health::Paused { until: None, .. });
-    within("paused", health.wait_for(held)).await.unwrap();
+    until("paused", &mut health, held).await;
     handle.resume();
-    within("resumed", health.wait_for(Health::is_healthy)).await.unwrap();
+    until("resumed", &mut health, Health::is_healthy).await;
     scene.job("slow", table([]), b"job").await;
     scene.unacked(1).await;
     let stopping = tokio::spawn({
@@ -336,8 +346,8 @@ async fn health_tells_of_pauses_and_of_the_end() {
         async move { handle.shutdown(Duration::from_secs(10)).await }
     });
     let draining = |health: &Health| matches!(health, Health::Draining { .. });
-    within("draining", health.wait_for(draining)).await.unwrap();
-    within("stopped", health.wait_for(|health| *health == Health::Stopped)).await.unwrap();
+    until("draining", &mut health, draining).await;
+    until("stopped", &mut health, |health| *health == Health::Stopped).await;
     within("shutdown", stopping).await.unwrap();
     assert_eq!(scene.journal.done(), ["slow"]);
 }
