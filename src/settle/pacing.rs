@@ -93,13 +93,13 @@ impl Engine {
     }
 
     pub(crate) fn resume_by_hand(&self) {
-        if self.pacing(|pacing| pacing.resume(Instant::now())) {
+        if self.resuming(|pacing| pacing.resume(Instant::now())) {
             self.resumed(Resumed::ByHand);
         }
     }
 
     pub(super) fn reconfigure_pauses(&self, pauses: Pauses) {
-        if self.pacing(|pacing| pacing.reconfigure(pauses, Instant::now())) {
+        if self.resuming(|pacing| pacing.reconfigure(pauses, Instant::now())) {
             self.resumed(Resumed::Reconfigured);
         }
     }

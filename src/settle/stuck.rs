@@ -11,12 +11,14 @@ use crate::{
     clock::{Backoff, later},
     handoff::HandOff,
     link::{Confirmed, Tag},
-    pause::Epoch,
+    pause::{Epoch, Pacing},
 };
 
 /// How many jobs are remembered at most that were given back with their hand-off still to do. One
 /// that is forgotten is run again.
 const REMEMBERED: usize = 1000;
+/// How long such a job keeps others waiting at most: by then another worker has it.
+const BLOCKS: Duration = Duration::from_secs(60 * 60);
 
 /// The failing of one job's hand-off.
 pub(super) struct Trouble<'a> {
@@ -128,8 +130,9 @@ struct Debt {
     /// A copy went back, which is not marked as redelivered.
     copied: bool,
     to: Box<Move>,
-    /// That the copy did not reach. None once a hand-off to it has been confirmed.
-    queue: Option<String>,
+    /// That the copy did not reach, and since when. None once it keeps nobody waiting: its queue
+    /// took a copy or is there again, or the consumer was resumed or has other rules.
+    queue: Option<(String, Instant)>,
 }
 
 impl Owed {
@@ -156,15 +159,21 @@ impl Owed {
 
     fn confirmed(&mut self, queue: &str) {
         for debt in &mut self.0 {
-            if debt.queue.as_deref() == Some(queue) {
+            if debt.queue.as_ref().is_some_and(|(owed, _)| owed == queue) {
                 debt.queue = None;
             }
         }
     }
 
+    /// What is to be done is still known, but nobody waits for it.
+    fn unblock(&mut self) {
+        self.0.iter_mut().for_each(|debt| debt.queue = None);
+    }
+
     /// A queue that has yet to take a copy.
-    fn queue(&self) -> Option<&str> {
-        self.0.iter().find_map(|debt| debt.queue.as_deref())
+    fn queue(&self, now: Instant) -> Option<&str> {
+        let mut owed = self.0.iter().filter_map(|debt| debt.queue.as_ref());
+        owed.find(|(_, since)| now < *since + BLOCKS).map(|(queue, _)| queue.as_str())
     }
 }
 
@@ -183,18 +192,29 @@ impl Engine {
         if !self.pacing(|pacing| pacing.is_owing()) {
             return;
         }
+        self.change_debts(|debts| debts.confirmed(queue));
+    }
+
+    /// Whether jobs are taken one at a time follows from the debts, whatever changes them.
+    fn change_debts(&self, change: impl FnOnce(&mut Owed)) {
+        let (mut debts, now) = (self.debts(), Instant::now());
+        change(&mut debts);
+        let owing = debts.queue(now).is_some();
+        self.pacing(|pacing| pacing.owe(owing, now));
+    }
+
+    /// The consumer is resumed or has other rules, which `resume` does: no debt keeps it waiting.
+    pub(super) fn resuming(&self, resume: impl FnOnce(&mut Pacing) -> bool) -> bool {
         let mut debts = self.debts();
-        debts.confirmed(queue);
-        if debts.queue().is_none() {
-            self.pacing(|pacing| pacing.owe(false, Instant::now()));
-        }
+        debts.unblock();
+        self.pacing(resume)
     }
 
     /// The channel of a job that is owed its hand-off died: when it comes again, it still is.
     pub(super) fn still_owed(&self, job: &Job, mut to: Box<Move>) {
-        let queue = Some(self.copy(job, &mut to).1.queue.to_string());
+        let queue = Some((self.copy(job, &mut to).1.queue.to_string(), Instant::now()));
         let message = Key::as_delivered(job);
-        self.debts().add(Debt { message, copied: false, to, queue });
+        self.change_debts(|debts| debts.add(Debt { message, copied: false, to, queue }));
     }
 
     /// Gives back a job that cannot be held any longer, and remembers where it was to go.
@@ -214,7 +234,8 @@ impl Engine {
         let message =
             if copied { Key::of(job, Some(job.id().to_owned())) } else { Key::as_delivered(job) };
         // Before it can be delivered again.
-        self.debts().add(Debt { message, copied, to, queue: Some(queue) });
+        let queue = Some((queue, Instant::now()));
+        self.change_debts(|debts| debts.add(Debt { message, copied, to, queue }));
         let told =
             if copied { self.ack_by(tag, false).await } else { self.give_back(job, tag).await };
         let (job, why) = (job.clone(), "its hand-off did not succeed in time");
@@ -233,7 +254,11 @@ impl Engine {
     /// Whether a job that is owed its hand-off may be fetched: not while it is plain that the
     /// hand-off would fail again.
     pub(crate) async fn is_way_clear(&self) -> bool {
-        let Some(queue) = self.debts().queue().map(ToOwned::to_owned) else { return true };
+        let owed = self.debts().queue(Instant::now()).map(ToOwned::to_owned);
+        let Some(queue) = owed else {
+            self.change_debts(|_| ());
+            return true;
+        };
         let checking = async {
             match self.link.check(&queue).await {
                 Err(error) if error.kind() == ErrorKind::MissingQueue => {
@@ -293,7 +318,7 @@ mod tests {
             message: Key::as_delivered(job),
             copied: false,
             to: Box::new(Move::return_unrun(job, std::time::SystemTime::now())),
-            queue: Some(queue.to_owned()),
+            queue: Some((queue.to_owned(), Instant::now())),
         }
     }
 
@@ -325,9 +350,14 @@ mod tests {
         owed.add(debt(&job(Some("2"), "", false), "buried"));
         owed.confirmed("another");
         owed.confirmed("lane");
-        assert_eq!(owed.queue(), Some("buried"));
+        let now = Instant::now();
+        assert_eq!(owed.queue(now), Some("buried"));
+        assert_eq!(owed.queue(now + BLOCKS), None, "another worker has it by then");
         owed.confirmed("buried");
-        assert_eq!(owed.queue(), None);
+        assert_eq!(owed.queue(now), None);
+        owed.add(debt(&job(Some("3"), "", false), "lane"));
+        owed.unblock();
+        assert_eq!(owed.queue(now), None);
         assert!(
             owed.take(&job(Some("1"), "", true)).is_some(),
             "what is to be done is still known"

@@ -10,8 +10,8 @@ use crate::{
 use futures_util::{FutureExt, StreamExt};
 use lapin::{BasicProperties, Confirmation};
 use lapin_retry::{
-    Builder, Declare, Event, Handle, Job, PauseKind, QueueType, Resumed, Retry, RetryConsumer,
-    Settled, reject,
+    Builder, Declare, Event, Handle, Jitter, Job, PauseKind, QueueType, Resumed, Retry,
+    RetryConsumer, RetryPolicy, Settled, reject,
 };
 use serde_json::json;
 use std::{
@@ -277,6 +277,32 @@ async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missi
     let left = shop.take_all().await;
     assert!(left.len() == 1 && left[0].1 <= 1, "{left:?}");
     assert_eq!(shop.journal.attempted(), 1);
+}
+
+/// Whatever became of the job that was requeued: here somebody else took it, and its lane is gone.
+#[tokio::test(flavor = "multi_thread")]
+async fn after_a_reload_in_an_outage_a_later_outage_ends() {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let consumer = consumer(&shop, &user, 20);
+    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
+    let handle = start(&shop, consumer).await;
+    refuse(&user);
+    shop.jobs(1).await;
+    eventually("the job is requeued", PATIENCE, async || given_back(&shop) > 0).await;
+    eventually("it is taken", PATIENCE, async || !shop.take_all().await.is_empty()).await;
+    user.allow(".*", ".*", ".*");
+    handle.reload(RetryPolicy::new([2]).jitter(Jitter::None)).await.unwrap();
+    shop.channel.queue_delete(LANE.into(), Default::default()).await.unwrap();
+
+    refuse(&user);
+    let waited = waits(&shop).len();
+    shop.jobs(3).await;
+    until_waits(&shop, waited + 2).await;
+    user.allow(".*", ".*", ".*");
+    shop.until_done(3).await;
+    handle.shutdown(GRACE).await;
+    shop.is_empty().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
