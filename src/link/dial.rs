@@ -169,12 +169,8 @@ async fn connect(
     let AsyncTcpStream::Plain(socket) = &stream else { return Err(NotConnected::NoTls) };
     let line = Line(Some(SockRef::from(socket.get_ref()).try_clone()?));
     if uri.scheme == AMQPScheme::AMQPS {
-        let encrypting = stream.into_tls(host, broker.tls().as_ref());
-        stream = encrypting.await.map_err(NotConnected::Tls)?;
-        // So lapin answers without a TLS of its own. The password would travel in plain text.
-        if matches!(stream, AsyncTcpStream::Plain(_)) {
-            return Err(NotConnected::NoTls);
-        }
+        let is_plain = |stream: &_| matches!(stream, AsyncTcpStream::Plain(_));
+        stream = encrypted(stream.into_tls(host, broker.tls().as_ref()), is_plain).await?;
     }
     let properties = broker
         .properties()
@@ -196,9 +192,29 @@ async fn connect(
     Ok(connection)
 }
 
+/// A lapin that was built without TLS returns the plain socket and no error: the password would travel
+/// in plain text.
+async fn encrypted<S>(
+    encrypting: impl Future<Output = io::Result<S>>,
+    is_plain: impl Fn(&S) -> bool,
+) -> Result<S, NotConnected> {
+    let stream = encrypting.await.map_err(NotConnected::Tls)?;
+    if is_plain(&stream) { Err(NotConnected::NoTls) } else { Ok(stream) }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_socket_that_is_still_plain_after_tls_was_asked_for_is_refused() {
+        let is_plain = |stream: &&str| *stream == "plain";
+        let kept = encrypted(async { Ok("plain") }, is_plain).await;
+        assert!(matches!(kept, Err(NotConnected::NoTls)));
+        assert!(matches!(encrypted(async { Ok("tls") }, is_plain).await, Ok("tls")));
+        let broken = async { Err(io::Error::other("no handshake")) };
+        assert!(matches!(encrypted(broken, is_plain).await, Err(NotConnected::Tls(_))));
+    }
 
     #[tokio::test(start_paused = true)]
     async fn an_address_that_swallows_connections_keeps_no_other_from_its_turn() {
