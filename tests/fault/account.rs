@@ -120,7 +120,7 @@ impl Ledger {
         }
         match line.verb {
             Verb::Stopped => return,
-            Verb::Killed | Verb::Disconnected => {
+            Verb::Killed | Verb::Disconnected | Verb::ChannelClosed => {
                 self.troubles.entry(line.who).or_default().push((line.at, line.verb));
                 return;
             }
@@ -349,6 +349,7 @@ impl Ledger {
             Some(*source)
         } else if told
             || trouble(Verb::Disconnected, now.at + LATE_MS)
+            || trouble(Verb::ChannelClosed, now.at + LATE_MS)
             || self.felt(before.at, now.at)
         {
             Some(Source::LostChannel)

@@ -48,6 +48,8 @@ verbs! {
     Overstays
     /// A handler begins to block a thread of the worker's runtime.
     Blocks
+    /// The broker closed a channel of the worker's.
+    ChannelClosed
     /// The driver is about to kill the worker.
     Killed
     /// The driver is about to tell the worker to stop.

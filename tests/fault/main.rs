@@ -21,6 +21,7 @@ mod worker;
 use faults::{Fault, Pace};
 use run::{Options, Report, run};
 use std::{env, process, time::Duration};
+use tracing_subscriber::{filter::LevelFilter, prelude::*};
 
 fn main() {
     let arguments: Vec<String> = env::args().skip(1).collect();
@@ -42,10 +43,11 @@ fn block_on<T>(future: impl Future<Output = T>) -> T {
 
 fn worker(orders: &str) -> i32 {
     let orders: worker::Orders = serde_json::from_str(orders).expect("orders");
-    tracing_subscriber::fmt()
-        .with_max_level(tracing::Level::WARN)
-        .with_ansi(false)
-        .with_writer(std::io::stderr)
+    let log = tracing_subscriber::fmt::layer().with_ansi(false).with_writer(std::io::stderr);
+    tracing_subscriber::registry()
+        .with(LevelFilter::WARN)
+        .with(log)
+        .with(worker::ClosedChannels::new(&orders))
         .init();
     let name = orders.name.clone();
     match block_on(worker::work(orders)) {

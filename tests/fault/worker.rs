@@ -76,6 +76,27 @@ pub(crate) fn lane_type(classic: bool) -> QueueType {
     if classic { QueueType::Classic } else { QueueType::Quorum }
 }
 
+/// Notes the channels that the broker closes. The library need not hear of one that is no longer in
+/// use, but the acks that were on their way on it are lost.
+#[derive(Debug)]
+pub(crate) struct ClosedChannels(Journal);
+
+impl ClosedChannels {
+    pub(crate) fn new(orders: &Orders) -> Self {
+        Self(Journal::open(&orders.journal, &orders.name))
+    }
+}
+
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for ClosedChannels {
+    fn on_event(&self, event: &tracing::Event<'_>, _: tracing_subscriber::layer::Context<'_, S>) {
+        if event.metadata().target() == "lapin::channel"
+            && *event.metadata().level() == tracing::Level::ERROR
+        {
+            self.0.note(Verb::ChannelClosed);
+        }
+    }
+}
+
 pub(crate) async fn work(orders: Orders) -> anyhow::Result<()> {
     let shift = Arc::new(Shift {
         journal: Journal::open(&orders.journal, &orders.name),
