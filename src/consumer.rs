@@ -381,7 +381,7 @@ impl Handle {
     /// [`stopped`](Self::stopped) tells how it went.
     ///
     /// What does not answer is not waited for without end: with a broker that is gone, or hand-offs
-    /// that do not succeed, it takes up to half a minute more than the grace.
+    /// that do not succeed, it takes up to 6 s more than the grace.
     pub async fn shutdown(&self, grace: Duration) {
         self.stop.send_if_modified(|stop| {
             let first = stop.is_none();

@@ -68,16 +68,17 @@ impl fmt::Display for Finding {
     }
 }
 
-/// Looks, and tells of each finding. It takes at most five seconds.
+/// Looks, and reports each finding, also those that are there already. It takes at most five seconds.
 pub(crate) async fn examine(
     link: &dyn Link,
     topology: &Topology,
     settings: &Settings,
+    mut findings: Vec<Finding>,
 ) -> Result<(), Error> {
     if settings.doctor == Doctor::Off {
         return Ok(());
     }
-    let findings = look(&link.vhost(), topology, settings).await;
+    findings.extend(look(&link.vhost(), topology, settings).await);
     for finding in &findings {
         let (queue, finding) = (topology.work_queue().to_owned(), finding.clone());
         emit(topology.work_queue(), &settings.observers, &Event::Found { queue, finding });

@@ -8,6 +8,7 @@ mod io;
 mod lapin;
 mod lease;
 mod pipe;
+mod probe;
 mod watched;
 
 use std::{fmt::Debug, sync::Arc, time::Duration};
@@ -157,6 +158,10 @@ pub(crate) trait Link: Debug + Send + Sync {
     /// The same without anybody waiting for it, if the way is open.
     fn publish_at_once(&self, copy: Box<Outgoing>, answered: Answered);
     fn declare<'a>(&'a self, queue: &'a QueueSpec) -> BoxFuture<'a, Result<(), Error>>;
+    /// Whether a queue is a stream; `None` if the broker does not say.
+    fn is_stream<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<Option<bool>, Error>>;
+    /// Whether copies can be published; false if that could not be found out in time.
+    fn may_publish(&self) -> BoxFuture<'_, Result<bool, Error>>;
     /// Verifies that a queue is there.
     fn check<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<(), Error>>;
     /// All consumers of a broker share one connection. `alone` it has one of its own and a prefetch

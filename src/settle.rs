@@ -45,7 +45,7 @@ use crate::{
     link::{Broker, LINGER, LapinLink, Link, Subscribe, Subscription, Tag},
     pause::{Epoch, Pace, Pacing},
     policy::Verdict,
-    topology::{about_permissions, declare},
+    topology::{about_permissions, declare, probe},
 };
 
 /// All that one work queue needs to settle its jobs.
@@ -90,8 +90,9 @@ impl Engine {
         settings.validate()?;
         let rules = Rules::new(queue, settings.clone(), settings.queue_type)?;
         let link: Arc<dyn Link> = Arc::new(LapinLink::new(broker, settings.confirm_timeout));
+        let unchecked = probe(&*link, &rules.topology).await?;
         declare(&*link, &rules.topology, settings.declare).await?;
-        examine(&*link, &rules.topology, &settings).await?;
+        examine(&*link, &rules.topology, &settings, unchecked).await?;
         let pacing = Pacing::new(settings.pauses, Instant::now());
         let engine = Arc::new(Self {
             queue: queue.to_owned(),

@@ -5,6 +5,7 @@ mod deck;
 mod declare;
 mod name;
 mod place;
+mod probe;
 mod shield;
 
 use std::{collections::BTreeMap, sync::Arc};
@@ -23,6 +24,7 @@ pub(crate) use self::{
 pub(crate) use self::{
     deck::Decks,
     declare::{about_permissions, declare, make},
+    probe::probe,
     shield::shell,
 };
 use crate::{
@@ -120,6 +122,12 @@ impl Topology {
         policies.validate()?;
         if work_queue.is_empty() {
             return Err(Error::configuration("queue: the name is empty; name the work queue"));
+        }
+        if work_queue.starts_with("amq.") {
+            return Err(Error::configuration(format!(
+                "queue: {work_queue:?} is a name that the broker chose, and no queue can be declared \
+                 beside it: names with \"amq.\" are the broker's own; declare the work queue with a name"
+            )));
         }
         for policy in policies.iter() {
             within_the_queue_limit(work_queue, policy)?;

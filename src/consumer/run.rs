@@ -408,7 +408,7 @@ impl Run {
         }
         // Those that were cut short give their jobs back. Outcomes that wait for a hand-off slot are waited
         // for with the hand-offs.
-        let end = deadline.max(Instant::now() + FAREWELL);
+        let end = deadline.max(Instant::now() + FAREWELL).min(later(deadline, FAREWELL));
         let _ = tokio::time::timeout_at(end, self.handlers.wait()).await;
         let left = end.saturating_duration_since(Instant::now());
         let closed = self.engine.close(left).await;
@@ -416,7 +416,8 @@ impl Run {
             tracing::warn!(queue = self.engine.queue(), %error, "stopped");
         }
         if let Some(control) = control {
-            let _ = tokio::time::timeout(FAREWELL, control.close()).await;
+            let close_by = end.min(Instant::now() + FAREWELL);
+            let _ = tokio::time::timeout_at(close_by, control.close()).await;
         }
         closed
     }

@@ -31,6 +31,7 @@ use super::{
     dial::until_back,
     io::Io,
     pipe::{ENDED, Pipe, not_sent, undecided},
+    probe,
     watched::Watched,
 };
 use crate::{
@@ -176,6 +177,31 @@ impl Link for LapinLink {
             let what = format!("declaring queue {:?}", queue.name);
             let durable = QueueDeclareOptions { durable: true, ..Default::default() };
             self.queue_declare(&what, &queue.name, durable, queue.arguments.clone()).await
+        }
+        .boxed()
+    }
+
+    fn is_stream<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<Option<bool>, Error>> {
+        async move {
+            let what = format!("looking at the type of queue {queue:?}");
+            let session = self.publishing().await?;
+            let asked = in_time(probe::is_stream(&session, queue), &what, &session).await?;
+            asked.map_err(|error| refused(&error, &what))
+        }
+        .boxed()
+    }
+
+    fn may_publish(&self) -> BoxFuture<'_, Result<bool, Error>> {
+        async move {
+            let what = "publishing to the default exchange";
+            let session = self.publishing().await?;
+            // Nothing is written while it is blocked.
+            if is_blocked(&session) {
+                return Ok(false);
+            }
+            let asking = probe::may_publish(&session, self.confirm_timeout);
+            let asked = in_time(asking, what, &session).await?;
+            asked.map_err(|error| refused(&error, what))
         }
         .boxed()
     }

@@ -56,6 +56,17 @@ pub(crate) fn about_permissions(error: Error, work_queue: &str) -> Error {
     if error.kind() != ErrorKind::Permission {
         return error;
     }
+    // The broker's code for it is that of a missing right.
+    if error.to_string().contains("in exclusive use") {
+        return Error::new(
+            ErrorKind::Refused,
+            format!(
+                "{error}; another consumer has asked to be the only one (exclusive): stop it, or start \
+                 it without, and use the queue argument x-single-active-consumer where one at a time \
+                 is wanted"
+            ),
+        );
+    }
     Error::new(
         ErrorKind::Permission,
         format!(
@@ -79,13 +90,21 @@ pub(crate) async fn make(link: &dyn Link, queue: &QueueSpec, mode: Declare) -> R
     }
 }
 
-fn about_the_work_queue(error: Error, topology: &Topology) -> Error {
+pub(super) fn about_the_work_queue(error: Error, topology: &Topology) -> Error {
     match error.kind() {
         ErrorKind::MissingQueue => Error::new(
             ErrorKind::MissingQueue,
             format!(
                 "the work queue {:?} does not exist; declare it before its jobs are consumed \
                  (it is yours, so it is not declared here)",
+                topology.work_queue()
+            ),
+        ),
+        ErrorKind::Refused if error.to_string().contains("RESOURCE_LOCKED") => Error::new(
+            ErrorKind::Refused,
+            format!(
+                "the work queue {:?} is exclusive: it is its own connection's and is deleted with \
+                 it, jobs and all; declare it durable and not exclusive ({error})",
                 topology.work_queue()
             ),
         ),

@@ -2,6 +2,10 @@
 //! queue or right and the remedy.
 
 use crate::support::{BURIED, Journal, PATIENCE, Scene, WORK, count, eventually, quick, table};
+use lapin::{
+    options::{BasicConsumeOptions, QueueDeclareOptions},
+    types::AMQPValue,
+};
 use lapin_retry::{
     Broker, Declare, Error, ErrorKind, Event, Jitter, Job, QueueType, Retry, RetryConsumer,
     RetryPolicy, Settings,
@@ -141,6 +145,68 @@ async fn without_write_on_the_default_exchange_the_refusal_names_it() {
     assert_eq!(count(&scene.channel, WORK).await, 1);
 }
 
+/// No lane is declared, which would need the right as well.
+#[tokio::test(flavor = "multi_thread")]
+async fn without_write_on_the_default_exchange_a_start_that_declares_nothing_is_refused_too() {
+    let scene = scene().await;
+    Retry::attach(scene.url(), WORK, quick()).await.unwrap().close().await.unwrap();
+    let user = scene.vhost.user("^$", "^$", READ);
+    for declare in [Declare::Check, Declare::Off] {
+        let settings = Settings::new(quick()).declare(declare);
+        let parts = ["amq.default", WRITE];
+        refused(&Broker::from(user.url()), WORK, &settings, ErrorKind::Permission, &parts).await;
+    }
+    assert_eq!(count(&scene.channel, WORK).await, 1);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_stream_is_refused_before_anything_is_declared_also_without_the_right_to_configure() {
+    let scene = Scene::bare().await;
+    let durable = QueueDeclareOptions { durable: true, ..Default::default() };
+    let stream = table([("x-queue-type", AMQPValue::LongString("stream".into()))]);
+    scene.channel.queue_declare(WORK.into(), durable, stream).await.unwrap();
+    let user = scene.vhost.user("^$", WRITE, READ);
+    for url in [scene.url(), user.url()] {
+        for declare in [Declare::Create, Declare::Off] {
+            let settings = Settings::new(quick()).declare(declare);
+            let parts = ["\"work\" is a stream", "quorum"];
+            refused(&Broker::from(&url), WORK, &settings, ErrorKind::Refused, &parts).await;
+        }
+    }
+    assert_eq!(scene.vhost.api().queues(), [WORK]);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_is_its_own_connections_is_called_exclusive() {
+    let scene = Scene::bare().await;
+    let exclusive = QueueDeclareOptions { exclusive: true, ..Default::default() };
+    scene.channel.queue_declare(WORK.into(), exclusive, table([])).await.unwrap();
+    let parts = ["\"work\" is exclusive", "not exclusive"];
+    let (broker, settings) = (Broker::from(scene.url()), Settings::new(quick()));
+    refused(&broker, WORK, &settings, ErrorKind::Refused, &parts).await;
+
+    let parts = ["\"amq.gen-1\"", "with a name"];
+    refused(&broker, "amq.gen-1", &settings, ErrorKind::Configuration, &parts).await;
+    assert_eq!(scene.vhost.api().queues(), [WORK]);
+}
+
+/// Of quorum queues the broker gives to others all the same.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_queue_that_another_consumer_has_to_itself_is_not_called_a_lack_of_rights() {
+    let scene = Scene::of(QueueType::Classic).await;
+    let exclusive = BasicConsumeOptions { exclusive: true, ..Default::default() };
+    let consuming = scene.channel.basic_consume(WORK.into(), "".into(), exclusive, table([]));
+    let _consumer = consuming.await.unwrap();
+    let consumer = RetryConsumer::builder(scene.url(), WORK)
+        .policy(quick())
+        .handler(|_| async { panic!("a job was consumed") });
+    let error = consumer.start().await.unwrap_err();
+    says(&error, ErrorKind::Refused, &["in exclusive use", "x-single-active-consumer"]);
+    assert!(!error.to_string().contains("configure"), "{error}");
+    // It may be the user's own.
+    Retry::attach(scene.url(), WORK, quick()).await.unwrap().close().await.unwrap();
+}
+
 /// Declaring a lane needs read on it, so a worker that may not read finds out before it consumes.
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_right_to_read_the_refusal_names_it() {
@@ -236,7 +302,6 @@ async fn check_works_without_configure_once_the_queues_are_there_and_names_what_
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_lane_with_other_arguments_is_never_changed_and_the_argument_is_named() {
-    use lapin::{options::QueueDeclareOptions, types::AMQPValue};
     let scene = scene().await;
     let lane = "work.retry.00000020ms";
     let durable = QueueDeclareOptions { durable: true, ..QueueDeclareOptions::default() };

@@ -290,3 +290,20 @@ async fn a_shutdown_does_not_wait_for_a_broker_that_is_away() {
     assert_eq!(scene.look("work").await.into_iter().collect::<BTreeSet<_>>(), ids);
     assert!(scene.journal.handed_off().is_empty());
 }
+
+/// Neither cancel, nack nor close is answered.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_shutdown_keeps_its_grace_with_a_broker_that_is_frozen() {
+    let scene = Scene::new().await;
+    scene.fill(20).await;
+    let proxy = Proxy::start(broker_addr()).await;
+    let worker = Worker::start(&scene, proxy.url(&scene.url()), 20, 10).await;
+    proxy.stall(true);
+    let begun = Instant::now();
+    within("shutdown", worker.handle.shutdown(Duration::from_secs(2))).await;
+    // And 6 s, and what a busy machine adds.
+    assert!(begun.elapsed() < Duration::from_secs(11), "{:?}", begun.elapsed());
+    proxy.cut().await;
+    proxy.stall(false);
+    scene.holds("work", 20).await;
+}

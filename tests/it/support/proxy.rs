@@ -463,7 +463,7 @@ fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> boo
     let Some(method) = method(frame) else { return true };
     let answered = unanswered.note(frame, from, method);
     match (from, method) {
-        (From::Client, (60, 40)) => line.publishes.fetch_add(1, SeqCst),
+        (From::Client, (60, 40)) if !is_probe(frame) => line.publishes.fetch_add(1, SeqCst),
         (From::Client, (60, 80)) => line.acks.fetch_add(answered.max(1), SeqCst),
         (From::Client, (60, 120)) => line.nacks.fetch_add(answered.max(1), SeqCst),
         (From::Client, (60, 90)) => line.rejects.fetch_add(1, SeqCst),
@@ -474,6 +474,11 @@ fn passes(frame: &[u8], from: From, line: &Line, unanswered: &Unanswered) -> boo
         _ => 0,
     };
     true
+}
+
+/// What a worker publishes at its start to see whether it may.
+fn is_probe(frame: &[u8]) -> bool {
+    routing_key(&frame[11..]).is_some_and(|key| key.starts_with("lapin-retry.probe."))
 }
 
 async fn flowing(stall: &mut watch::Receiver<bool>) {
