@@ -3,7 +3,6 @@
 mod log;
 
 use std::{
-    panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
         Arc,
@@ -16,7 +15,7 @@ use std::{
 use futures_util::Stream;
 use tokio::sync::mpsc;
 
-use crate::{BuriedReason, Error, FailureKind, Finding, Job, PauseKind};
+use crate::{BuriedReason, Error, FailureKind, Finding, Job, PauseKind, policy::caught};
 
 /// Something happened to a job, or to a consumer. See [`Settings::on_event`](crate::Settings::on_event).
 ///
@@ -216,6 +215,9 @@ pub enum Postponed {
     },
     /// A wait longer than the longest lane is not over.
     NotDue,
+    /// Its [`UnsettledJob`](crate::UnsettledJob) was dropped unsettled, for no fault of the job's that
+    /// is known.
+    Dropped,
 }
 
 /// Why a pause ended.
@@ -272,11 +274,11 @@ pub(crate) type Observer = Arc<dyn Fn(&Event) + Send + Sync>;
 
 /// Tells the log and the hooks. One that panics harms nothing.
 pub(crate) fn emit(queue: &str, observers: &[Observer], event: &Event) {
-    let catch = |told: &dyn Fn()| catch_unwind(AssertUnwindSafe(told)).is_ok();
-    catch(&|| log::log(queue, event));
+    let _ = caught(|| log::log(queue, event));
     for observer in observers {
-        if !catch(&|| observer(event)) {
-            catch(&|| tracing::error!(queue, "an event hook panicked; the job is not affected"));
+        if caught(|| observer(event)).is_err() {
+            let log = || tracing::error!(queue, "an event hook panicked; the job is not affected");
+            let _ = caught(log);
         }
     }
 }

@@ -5,6 +5,7 @@ mod crash;
 mod jitter;
 mod level;
 mod outcome;
+mod panicked;
 mod select;
 mod text;
 
@@ -18,15 +19,16 @@ pub(crate) use self::{
     jitter::{Window, lane_delays},
     level::{MAX_DELAY_MS, duration, label},
     outcome::{Classifier, Verdict},
-    text::chain,
+    panicked::caught,
 };
 pub use self::{
     jitter::Jitter,
     level::IntoLevel,
     outcome::{
-        FailureKind, Marked, Outcome, OutcomeExt, Panicked, TimedOut, busy, outage, reject,
-        retry_after, undecodable,
+        FailureKind, Marked, Outcome, OutcomeExt, TimedOut, busy, outage, reject, retry_after,
+        undecodable,
     },
+    panicked::Panicked,
     select::{Policies, Select},
 };
 use crate::Error;

@@ -12,6 +12,7 @@ mod plan;
 mod stuck;
 mod suspects;
 mod unsettled;
+mod unwinding;
 
 use std::{
     collections::HashSet,

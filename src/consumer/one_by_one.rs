@@ -36,8 +36,8 @@ impl Run {
         let (mut stop, mut pause) = (pin!(self.stop()), pin!(self.engine.until_not_open()));
         tokio::select! {
             biased;
-            () = &mut stop => self.engine.set_aside(suspect).await,
-            () = &mut pause => self.engine.set_aside(suspect).await,
+            () = &mut stop => drop(self.engine.set_aside(suspect).await),
+            () = &mut pause => drop(self.engine.set_aside(suspect).await),
             () = self.engine.until_nothing_else_is_in_hand() => {
                 if let Some(job) = self.engine.admit(suspect) {
                     let permit = self.permit().await;

@@ -384,7 +384,7 @@ impl Run {
                 // A handler that does not wait costs no watch for the shutdown.
                 biased;
                 called = AssertUnwindSafe(call).catch_unwind() => {
-                    called.unwrap_or_else(|payload| Err(Panicked::new(&*payload).into()))
+                    called.unwrap_or_else(|payload| Err(Panicked::by(payload).into()))
                 }
                 () = cut.cancelled() => {
                     let why = "its handler was cut short by the shutdown";

@@ -1,6 +1,14 @@
 //! What a handler says about a job, and how it is read out of an error.
 
+#[cfg(test)]
+mod tests;
+
 use std::{error::Error as StdError, fmt, sync::Arc, time::Duration};
+
+use super::{
+    panicked::{Panicked, caught},
+    text::chain,
+};
 
 /// What an error says about its job. An error without a marker is [`Outcome::Failed`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -223,30 +231,6 @@ impl fmt::Display for TimedOut {
 
 impl StdError for TimedOut {}
 
-/// The handler panicked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Panicked {
-    message: String,
-}
-
-impl Panicked {
-    pub(crate) fn new(payload: &(dyn std::any::Any + Send)) -> Self {
-        let message = match payload.downcast_ref::<&str>() {
-            Some(text) => (*text).to_owned(),
-            None => payload.downcast_ref::<String>().cloned().unwrap_or_else(|| "?".to_owned()),
-        };
-        Self { message }
-    }
-}
-
-impl fmt::Display for Panicked {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the handler panicked: {}", self.message)
-    }
-}
-
-impl StdError for Panicked {}
-
 /// The header `retry-error-kind`: how an attempt failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -288,11 +272,16 @@ impl fmt::Display for FailureKind {
     }
 }
 
-/// The outcome of one attempt, read.
-#[derive(Debug)]
+/// The outcome of one attempt, read: nothing of the user's is left in it.
+#[derive(Clone, Debug)]
 pub(crate) enum Verdict {
     Done,
-    Failed { outcome: Outcome, kind: FailureKind, error: anyhow::Error },
+    Failed {
+        outcome: Outcome,
+        kind: FailureKind,
+        /// The error and its sources, as text.
+        error: String,
+    },
 }
 
 /// Reads an outcome out of an error type that is not ours. See
@@ -319,23 +308,39 @@ impl Classifier {
 impl Verdict {
     /// The outermost marker decides; without one the first classifier that has an answer; without
     /// one it is a plain failure.
+    ///
+    /// Classifiers, the error's text and its `Drop` are the user's code: one that panics is a panic
+    /// of this job.
     pub(crate) fn from_result(
         result: Result<(), anyhow::Error>,
         classifiers: &[Classifier],
     ) -> Self {
         let Err(error) = result else { return Self::Done };
-        let outcome = marked(&error)
-            .or_else(|| classifiers.iter().find_map(|classifier| (classifier.0)(&error)))
+        let read = caught(|| Self::read(&error, classifiers));
+        let dropped = caught(|| drop(error));
+        read.and_then(|read| dropped.map(|()| read)).unwrap_or_else(|panicked| Self::Failed {
+            outcome: Outcome::Failed,
+            kind: FailureKind::Panic,
+            error: format!(
+                "the handler's error, or a classifier, panicked: {}",
+                panicked.message()
+            ),
+        })
+    }
+
+    fn read(error: &anyhow::Error, classifiers: &[Classifier]) -> Self {
+        let outcome = marked(error)
+            .or_else(|| classifiers.iter().find_map(|classifier| (classifier.0)(error)))
             .unwrap_or(Outcome::Failed);
         let kind = match outcome {
             Outcome::Undecodable => FailureKind::Undecodable,
             Outcome::Busy => FailureKind::Busy,
             Outcome::Outage => FailureKind::Outage,
-            _ if find::<TimedOut>(&error).is_some() => FailureKind::Timeout,
-            _ if find::<Panicked>(&error).is_some() => FailureKind::Panic,
+            _ if find::<TimedOut>(error).is_some() => FailureKind::Timeout,
+            _ if find::<Panicked>(error).is_some() => FailureKind::Panic,
             _ => FailureKind::Failed,
         };
-        Self::Failed { outcome, kind, error }
+        Self::Failed { outcome, kind, error: chain(error) }
     }
 }
 
@@ -355,106 +360,4 @@ fn marked(error: &anyhow::Error) -> Option<Outcome> {
 fn find<E: StdError + Send + Sync + 'static>(error: &anyhow::Error) -> Option<&E> {
     // The first sees `.context(e)`; the second what only sources show.
     error.downcast_ref::<E>().or_else(|| error.chain().find_map(|layer| layer.downcast_ref::<E>()))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use anyhow::{Context, anyhow};
-
-    #[derive(Debug)]
-    struct Sourced(Marked);
-    impl fmt::Display for Sourced {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("sourced")
-        }
-    }
-    impl StdError for Sourced {
-        fn source(&self) -> Option<&(dyn StdError + 'static)> {
-            Some(&self.0)
-        }
-    }
-
-    /// What `#[error(transparent)]` makes.
-    #[derive(Debug)]
-    struct Transparent(Marked);
-    impl fmt::Display for Transparent {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            fmt::Display::fmt(&self.0, f)
-        }
-    }
-    impl StdError for Transparent {
-        fn source(&self) -> Option<&(dyn StdError + 'static)> {
-            self.0.source()
-        }
-    }
-
-    #[test]
-    fn a_marker_is_found_however_it_is_wrapped() {
-        let mark = || reject(anyhow!("no use"));
-        for (name, error) in [
-            ("root", anyhow::Error::new(mark())),
-            ("under context", anyhow::Error::new(mark()).context("outer")),
-            ("as context", anyhow!("inner").context(mark())),
-            ("through #[source]", anyhow::Error::new(Sourced(mark()))),
-            ("through transparent", anyhow::Error::new(Transparent(mark()))),
-            ("through io::Error", std::io::Error::other(mark()).into()),
-            ("in a box", anyhow::Error::from_boxed(Box::new(Sourced(mark())))),
-            ("in nested anyhow", anyhow!(anyhow::Error::new(mark()).context("a"))),
-        ] {
-            assert_eq!(marked(&error), Some(Outcome::Reject), "{name}");
-        }
-        assert_eq!(marked(&anyhow!("plain")), None);
-    }
-
-    #[test]
-    fn the_outermost_marker_wins_and_the_users_type_is_still_there() {
-        let io = std::io::Error::new(std::io::ErrorKind::NotFound, "gone");
-        let error = anyhow::Error::new(undecodable(reject(io)));
-        assert_eq!(marked(&error), Some(Outcome::Undecodable));
-        assert_eq!(find::<std::io::Error>(&error).unwrap().kind(), std::io::ErrorKind::NotFound);
-    }
-
-    #[test]
-    fn timeouts_and_panics_are_told_apart_and_can_be_marked() {
-        let kind = |error: anyhow::Error| match Verdict::from_result(Err(error), &[]) {
-            Verdict::Failed { outcome, kind, .. } => (outcome, kind),
-            Verdict::Done => panic!("not done"),
-        };
-        let timeout = TimedOut { after: Duration::from_secs(3) };
-        assert_eq!(kind(timeout.into()), (Outcome::Failed, FailureKind::Timeout));
-        assert_eq!(kind(reject(timeout).into()), (Outcome::Reject, FailureKind::Timeout));
-        let panic = Panicked::new(&"boom".to_owned() as &(dyn std::any::Any + Send));
-        assert_eq!(panic.to_string(), "the handler panicked: boom");
-        assert_eq!(kind(panic.into()), (Outcome::Failed, FailureKind::Panic));
-    }
-
-    #[test]
-    fn the_first_classifier_with_an_answer_decides_unless_a_marker_does() {
-        let by_kind = Classifier::new(|e: &std::io::Error| {
-            (e.kind() == std::io::ErrorKind::ConnectionRefused).then_some(Outcome::Outage)
-        });
-        let all_io = Classifier::new(|_: &std::io::Error| Some(Outcome::Reject));
-        let timeouts = Classifier::new(|_: &TimedOut| Some(Outcome::Busy));
-        let stack = [by_kind, all_io, timeouts];
-        let outcome = |error: anyhow::Error| match Verdict::from_result(Err(error), &stack) {
-            Verdict::Failed { outcome, .. } => outcome,
-            Verdict::Done => panic!("not done"),
-        };
-        let io = |kind: std::io::ErrorKind| std::io::Error::from(kind);
-        let (refused, gone) = (std::io::ErrorKind::ConnectionRefused, std::io::ErrorKind::NotFound);
-        assert_eq!(outcome(io(refused).into()), Outcome::Outage);
-        assert_eq!(outcome(anyhow::Error::new(io(refused)).context("calling")), Outcome::Outage);
-        assert_eq!(outcome(anyhow!("calling").context(io(refused))), Outcome::Outage);
-        assert_eq!(outcome(io(gone).into()), Outcome::Reject);
-        assert_eq!(outcome(busy(io(gone)).into()), Outcome::Busy);
-        assert_eq!(outcome(TimedOut { after: Duration::from_secs(1) }.into()), Outcome::Busy);
-        assert_eq!(outcome(anyhow!("plain")), Outcome::Failed);
-    }
-
-    #[test]
-    fn or_reject_takes_any_result() {
-        let error = "x".parse::<i32>().or_reject().context("reading the number").unwrap_err();
-        assert_eq!(marked(&error), Some(Outcome::Reject));
-    }
 }

@@ -1,22 +1,13 @@
 //! The text of an error, for headers, events and logs.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
 use crate::message::cut;
 
 /// The most that is kept of an error's text in memory and in events, in bytes.
 const ERROR_TEXT: usize = 16 * 1024;
 
-/// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are told
-/// once.
-///
-/// It is the user's code that writes them, and a panic here would leave the job without an answer.
+/// An error and its sources, as `outer: inner`. Layers that say the same, as markers do, are written
+/// once. The user's code writes them, and may panic.
 pub(crate) fn chain(error: &anyhow::Error) -> String {
-    catch_unwind(AssertUnwindSafe(|| written(error)))
-        .unwrap_or_else(|_| "an error that panicked when it was written".to_owned())
-}
-
-fn written(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     // Where what was said last begins.
     let mut last = 0;

@@ -12,7 +12,7 @@ use crate::{
     Event, Outcome, Pauses,
     event::Resumed,
     pause::{Epoch, Pace, Pacing, PauseKind},
-    policy::{Verdict, chain},
+    policy::Verdict,
 };
 
 /// How long what goes back to the queue in a pause waits for the consumer to be cancelled, so that it
@@ -55,7 +55,7 @@ impl Engine {
             Verdict::Failed { outcome: Outcome::Outage, error, .. } => {
                 let wait = self.pacing(|pacing| pacing.outage(started, Instant::now()));
                 if let Some(wait) = wait {
-                    let (queue, error) = (self.queue(), chain(error));
+                    let (queue, error) = (self.queue(), error.clone());
                     let kind = PauseKind::Outage;
                     self.emit(&Event::Paused { queue, kind, error, wait: Some(wait) });
                 }

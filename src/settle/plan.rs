@@ -13,10 +13,10 @@ use rand::rngs::SmallRng;
 
 use super::Settled;
 use crate::{
-    BuriedReason, Error, Event, FailureKind, Job, QueueType, Settings, Topology,
+    BuriedReason, Error, Event, FailureKind, Job, Outcome, QueueType, Settings, Topology,
     event::Postponed,
     message::{Failure, Story, span},
-    policy::{Decision, Verdict, chain},
+    policy::{Decision, Verdict},
     topology::{Decks, Lane},
 };
 
@@ -60,13 +60,9 @@ pub(super) enum To {
         level: u32,
         lane: Lane,
     },
-    /// Not charged: busy for so many times in a row.
-    Busy {
-        in_a_row: u32,
-        lane: Lane,
-    },
-    /// Not charged and not run: its time has not come.
-    Hop {
+    /// Not charged.
+    Wait {
+        why: Postponed,
         lane: Lane,
     },
     /// Not charged: back to the tail of its queue.
@@ -106,7 +102,7 @@ impl Move {
     /// Where it waits, if it does.
     pub(super) fn lane(&self) -> Option<&Lane> {
         match &self.to {
-            To::Level { lane, .. } | To::Busy { lane, .. } | To::Hop { lane } => Some(lane),
+            To::Level { lane, .. } | To::Wait { lane, .. } => Some(lane),
             To::WorkQueue | To::Afresh | To::Alone | To::Buried(_) => None,
         }
     }
@@ -154,13 +150,7 @@ impl Move {
                 let settled = Settled::Retried { level, due };
                 (Event::Retried { job, level, delay: delay(&lane), due, kind, error }, settled)
             }
-            (To::Busy { in_a_row, lane }, Ok(due)) => {
-                let why = Postponed::Busy { in_a_row };
-                let event = Event::Postponed { job, delay: delay(&lane), due, why };
-                (event, Settled::Postponed { due })
-            }
-            (To::Hop { lane }, Ok(due)) => {
-                let why = Postponed::NotDue;
+            (To::Wait { why, lane }, Ok(due)) => {
                 let event = Event::Postponed { job, delay: delay(&lane), due, why };
                 (event, Settled::Postponed { due })
             }
@@ -228,7 +218,7 @@ impl Rules {
         }
         let lane = self.topology.place(policy, wait_ms, &mut self.chance().rng).clone();
         let wait_left = wait_ms.saturating_sub(lane.delay_ms);
-        let mut to = Move::unrun(job, now, To::Hop { lane });
+        let mut to = Move::unrun(job, now, To::Wait { why: Postponed::NotDue, lane });
         to.story.wait_left = Some(wait_left);
         to
     }
@@ -279,7 +269,6 @@ impl Rules {
         story.survived();
         let decision = policy.decide(story.retry_count, story.busy_count, &verdict);
         let Verdict::Failed { kind, error, .. } = verdict else { return None };
-        let error = chain(&error);
         let level = policy.level_label(story.retry_count);
         let failure = Failure { kind, error: &error, at: now, level, worker };
         // A failure needs the headers, so now they are judged.
@@ -308,7 +297,9 @@ impl Rules {
                 To::Buried(reason)
             }
             Decision::Return => To::WorkQueue,
-            Decision::Busy => To::Busy { in_a_row, lane: self.busy(in_a_row) },
+            Decision::Busy => {
+                To::Wait { why: Postponed::Busy { in_a_row }, lane: self.busy(in_a_row) }
+            }
             Decision::Retry(level) => {
                 let lane = self.draw(index, policy.level_ms(level).unwrap_or_default());
                 To::Level { level, lane }
@@ -329,6 +320,24 @@ impl Rules {
             story.set_level(policy.level_label(level));
         }
         Some(Move { story, to, kind, error })
+    }
+
+    /// Without an outcome: it comes back like a job that is busy.
+    pub(crate) fn postpone(
+        &self,
+        job: &Job,
+        (why, error): (Postponed, &str),
+        now: SystemTime,
+        worker: &str,
+    ) -> Option<Move> {
+        let (outcome, kind) = (Outcome::Busy, FailureKind::Busy);
+        let verdict = Verdict::Failed { outcome, kind, error: error.to_owned() };
+        let mut to = self.after_attempt(job, verdict, now, worker)?;
+        // Unless it is charged or buried by now.
+        if let To::Wait { why: busy, .. } = &mut to.to {
+            *busy = why;
+        }
+        Some(to)
     }
 
     fn draw(&self, policy: usize, level_ms: u64) -> Lane {
@@ -370,7 +379,7 @@ impl Rules {
 
 /// The buried queue instead, if the wait would end after the deadline.
 fn in_time(to: To, story: &mut Story, job: &Job, max_age: Option<Duration>, now: SystemTime) -> To {
-    let (To::Level { lane, .. } | To::Busy { lane, .. }) = &to else { return to };
+    let (To::Level { lane, .. } | To::Wait { lane, .. }) = &to else { return to };
     let wait = wait(lane, story);
     let Some((end, limit)) = story.expires_at(job.properties(), max_age, now) else { return to };
     match (now + wait).duration_since(end) {

@@ -163,27 +163,29 @@ impl Engine {
         self.until_answers_are_read().await;
     }
 
-    /// Gives back a job whose handler was not called, for the consumer pauses, stops, or is to run
-    /// suspects alone.
-    pub(crate) async fn set_aside(self: &Arc<Self>, arrived: Arrived) {
+    /// Gives back a job that got no outcome, for the consumer pauses, stops, or is to run suspects
+    /// alone. False if the broker was not told.
+    pub(crate) async fn set_aside(self: &Arc<Self>, arrived: Arrived) -> bool {
         let unharmed = arrived.job.message().delivery_count() == 0
             && !self.custody.marks.load(Relaxed)
             && arrived.suspicion == Suspicion::Clear;
         if unharmed {
-            self.give_back(&arrived.job, &*arrived.tag).await;
-        } else {
-            self.send_to_tail(arrived).await;
+            return self.give_back(&arrived.job, &*arrived.tag).await;
         }
+        self.send_to_tail(arrived).await
     }
 
     /// The same as a copy. One that has come nearer to the delivery limit of its queue goes to the
     /// tail, where its count starts afresh: else many pauses in a row would use the limit up, and 4.0
     /// drops what is over. And one that would look as if its process had died of it.
-    pub(crate) async fn send_to_tail(self: &Arc<Self>, arrived: Arrived) {
+    pub(crate) async fn send_to_tail(self: &Arc<Self>, arrived: Arrived) -> bool {
         let Arrived { job, tag, suspicion } = arrived;
         match self.to_tail(&job, suspicion) {
-            Some(to) => self.leaving(job, tag, to).go(),
-            None => drop(self.give_back(&job, &*tag).await),
+            Some(to) => {
+                self.leaving(job, tag, to).go();
+                true
+            }
+            None => self.give_back(&job, &*tag).await,
         }
     }
 

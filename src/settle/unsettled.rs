@@ -11,13 +11,20 @@ use std::{
 
 use tokio::{sync::oneshot, time::Instant};
 
-use super::{Arrived, Engine, Probe, Rules, Turn};
-use crate::{Error, Event, Job, link::Tag, pause::Epoch};
+use super::{Arrived, Engine, Leaving, Probe, Rules, Turn, unwinding::Unwinding};
+use crate::{Error, Event, Job, Panicked, event::Postponed, link::Tag, pause::Epoch};
+
+const DROPPED: &str = "dropped without being settled";
 
 /// A job whose outcome is still open. It derefs to its [`Job`].
 ///
-/// [`settle`](Self::settle) consumes it. Dropped unsettled, it is given back to the work queue
-/// with a warning, and the broker delivers it again at once.
+/// [`settle`](Self::settle) consumes it. Dropped unsettled, with a warning,
+///
+/// - by a panic, it has failed: [`FailureKind::Panic`](crate::FailureKind::Panic). If the same panic drops
+///   several jobs, none of them is charged, and they come back like jobs that are busy;
+/// - otherwise it is requeued if it was never delivered before, and the broker delivers it again at
+///   once. The next time it comes back like a job that is busy, so that nothing spins, and no delivery
+///   limit is used up. The 101st time in a row is charged as one failure.
 #[must_use = "a job that is dropped unsettled goes back to its queue"]
 #[derive(Debug)]
 pub struct UnsettledJob {
@@ -58,7 +65,13 @@ impl UnsettledJob {
         if let (Some(_), Some(tag)) = (epoch, &self.tag) {
             tag.runs(true);
         }
+        Unwinding::is_over();
         epoch.is_some()
+    }
+
+    /// Whether somebody else has it: a handler, or a loop of the user's own.
+    fn is_started(&self) -> bool {
+        self.epoch != Epoch::default()
     }
 
     /// False once its channel is dead: the broker delivers the job again.
@@ -134,9 +147,15 @@ impl UnsettledJob {
 
     /// Gives back a job whose handler was cut short.
     pub(crate) async fn give_back(mut self, why: &'static str) {
-        if let Some(tag) = self.tag.take() {
-            give_back(&self.engine, self.job.clone(), tag, why).await;
-        }
+        let Some(tag) = self.tag.take() else { return };
+        let job = self.job.clone();
+        let usable = tag.usable();
+        let given_back = self.engine.set_aside(Arrived::again(job.clone(), tag)).await && usable;
+        self.engine.emit(&if given_back {
+            Event::GivenBack { job, why }
+        } else {
+            Event::Stale { job }
+        });
     }
 }
 
@@ -150,24 +169,47 @@ impl Deref for UnsettledJob {
 
 impl Drop for UnsettledJob {
     fn drop(&mut self) {
-        if let Some(tag) = self.tag.take() {
-            let (engine, job) = (Arc::clone(&self.engine), self.job.clone());
-            self.engine.spawn(async move {
-                give_back(&engine, job, tag, "dropped without being settled").await;
-            });
-        }
+        let Some(tag) = self.tag.take() else { return };
+        let unwinding = if self.is_started() { Unwinding::count() } else { None };
+        let (engine, job, rules) =
+            (Arc::clone(&self.engine), self.job.clone(), Arc::clone(&self.rules));
+        let (epoch, probe) = (self.epoch, self.probe.take());
+        self.engine.spawn(async move {
+            match unwinding {
+                None => engine.dropped(job, tag, &rules).await,
+                Some(unwinding) if unwinding.dropped_one().await => {
+                    let panicked = Panicked::new("its job was dropped by the panic");
+                    let under = (&*rules, epoch);
+                    let teller = Teller::nobody();
+                    let leaving = engine.settle(job, tag, under, Err(panicked.into()), teller);
+                    leaving.into_iter().for_each(Leaving::go);
+                }
+                Some(_) => engine.postpone(job, tag, &rules, "dropped by a panic with others"),
+            }
+            drop(probe);
+        });
     }
 }
 
-async fn give_back(engine: &Arc<Engine>, job: Job, tag: Arc<dyn Tag>, why: &'static str) {
-    if job.story().crash_count > 0 {
-        // Given back, it would look to others as if this process had died of it.
-        engine.emit(&Event::GivenBack { job: job.clone(), why });
-        engine.set_aside(Arrived::again(job, tag)).await;
-    } else if engine.give_back(&job, &*tag).await {
-        engine.emit(&Event::GivenBack { job, why });
-    } else {
-        engine.emit(&Event::Stale { job });
+impl Engine {
+    /// Of no fault that is known. Requeued at once it would spin, if its loop drops it each time; and
+    /// each time is a step towards the delivery limit of a quorum queue. So that no worker has to keep
+    /// count, only a first delivery is requeued.
+    async fn dropped(self: &Arc<Self>, job: Job, tag: Arc<dyn Tag>, rules: &Rules) {
+        if job.redelivered() || job.message().delivery_count() > 0 || job.story().crash_count > 0 {
+            return self.postpone(job, tag, rules, DROPPED);
+        }
+        let given_back = self.give_back(&job, &*tag).await;
+        let why = DROPPED;
+        self.emit(&if given_back { Event::GivenBack { job, why } } else { Event::Stale { job } });
+    }
+
+    fn postpone(self: &Arc<Self>, job: Job, tag: Arc<dyn Tag>, rules: &Rules, error: &str) {
+        let why = (Postponed::Dropped, error);
+        let to = rules.postpone(&job, why, self.now(), self.worker());
+        if let Some(to) = to {
+            self.leaving(job, tag, Box::new(to)).go();
+        }
     }
 }
 

@@ -13,6 +13,7 @@ mod deadline;
 mod definitions;
 mod delivered_again;
 mod doctor;
+mod dropped;
 mod few_channels;
 mod hand_off;
 mod hand_off_pause;

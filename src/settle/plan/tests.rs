@@ -198,11 +198,8 @@ fn whatever_is_in_the_headers_the_job_is_read_and_sent_on_and_read_again() {
         // On its first arrival, and once more as what became of it then.
         for _ in 0..2 {
             let _ = (format!("{job:?}"), job.message().delivery_count());
-            let failed = Verdict::Failed {
-                outcome,
-                kind: FailureKind::Failed,
-                error: anyhow::Error::msg(error.clone()),
-            };
+            let failed =
+                Verdict::Failed { outcome, kind: FailureKind::Failed, error: error.clone() };
             let after = rules.after_attempt(&job, failed, now, "host:1");
             let mut ways =
                 vec![after.expect("no failure is the end"), Move::return_unrun(&job, now)];

@@ -25,7 +25,7 @@ fn waited(
                 return (real + left, lanes, job);
             }
             Arrival::Move(mut to) => {
-                assert!(matches!(to.to, To::Hop { .. }), "{to:?}");
+                assert!(matches!(to.to, To::Wait { why: Postponed::NotDue, .. }), "{to:?}");
                 let (next, delay) = given_back(&job, &mut to, now);
                 (job, real) = (next, real + delay);
             }
