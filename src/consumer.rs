@@ -414,8 +414,19 @@ impl Handle {
     /// stay as they were at the start, whatever `settings` say of them.
     ///
     /// # Errors
-    /// As [`RetryConsumer::start`]. The old rules stay in force then.
+    /// As [`RetryConsumer::start`]. The old rules stay in force then. [`ErrorKind::Closed`] once it is
+    /// told to stop, or has stopped.
     pub async fn reload(&self, settings: impl Into<Settings>) -> Result<(), Error> {
+        if self.stop.borrow().is_some() || self.engine.is_closed() {
+            let queue = self.engine.queue();
+            return Err(Error::new(
+                ErrorKind::Closed,
+                format!(
+                    "queue {queue:?}: reload: its consumer has stopped and takes no other settings; \
+                     start a new one with them"
+                ),
+            ));
+        }
         self.engine.reload(&settings.into()).await
     }
 
@@ -424,8 +435,8 @@ impl Handle {
     ///
     /// # Errors
     /// The kind of the last error: it gave up to start over. [`ErrorKind::Closed`]: some hand-offs or
-    /// acks did not succeed in time, so that the broker delivers their jobs again; or the consumer's
-    /// task was ended by its runtime.
+    /// acks did not succeed in time, or some handlers did not end, so that the broker delivers their
+    /// jobs again; or the consumer's task was ended by its runtime.
     pub async fn stopped(&self) -> Result<(), Error> {
         let mut ended = self.vitals.ended.clone();
         let how = ended.wait_for(Option::is_some).await.ok().and_then(|how| how.clone());

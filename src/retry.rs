@@ -168,14 +168,16 @@ impl Retry {
         self.engine.topology()
     }
 
-    /// Waits until every ack and hand-off that was begun has come to its end, for about 25 s at most.
-    /// Call it before the consumer's channel is closed. It closes all clones: a delivery that comes
-    /// after is an error in [`jobs`](Self::jobs), which requeues it, and in [`accept`](Self::accept), where it
+    /// Waits until every job that was given out is settled, and its ack or hand-off has come to its end,
+    /// for about 25 s at most. Call it before the consumer's channel is closed, and drop a stream of
+    /// [`jobs`](Self::jobs) before: it may hold jobs that are not due yet. It closes all clones: a delivery
+    /// that comes after is an error in [`jobs`](Self::jobs), which requeues it, and in
+    /// [`accept`](Self::accept), where it
     /// stays unacked.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`]: some did not succeed. Their jobs stay unacked, and the broker
-    /// delivers them again once the channel is closed.
+    /// [`ErrorKind::Closed`]: a job is not settled, or its ack or hand-off did not succeed. It stays
+    /// unacked, and the broker delivers it again once the channel is closed.
     pub async fn close(self) -> Result<(), Error> {
         self.engine.close(CLOSE_GRACE).await
     }

@@ -212,29 +212,41 @@ impl Engine {
         self.link.check(&self.queue).await
     }
 
-    /// Waits until every ack and hand-off has come to its end, for at most `grace`. The channel may
-    /// be closed after.
+    /// Waits until every job is settled and every ack and hand-off has come to its end, for at most
+    /// `grace`. The channel may be closed after.
     pub(crate) async fn close(&self, grace: Duration) -> Result<(), Error> {
         self.tasks.close();
         let until = later(Instant::now(), grace);
-        while tokio::time::timeout_at(until, self.tasks.wait()).await.is_ok() {
+        let ended = async || {
+            self.until_none_is_unacked().await;
+            self.tasks.wait().await;
+        };
+        while tokio::time::timeout_at(until, ended()).await.is_ok() {
             self.until_answers_are_read().await;
             // What was settled meanwhile is waited for as well.
-            if self.tasks.is_empty() {
+            if self.tasks.is_empty() && self.unacked() == 0 {
                 return Ok(());
             }
         }
+        // With a task of ours, it is the task that did not succeed.
+        let held = if self.tasks.is_empty() { self.unacked() } else { 0 };
         self.giving_up.cancel();
         self.handoff.close();
         let _ = tokio::time::timeout(Duration::from_secs(1), self.tasks.wait()).await;
-        Err(Error::new(
-            ErrorKind::Closed,
-            format!(
-                "queue {:?}: some hand-offs or acks did not succeed within {grace:?}; their jobs stay \
-                 unacked, and the broker delivers them again",
-                self.queue()
+        let queue = self.queue();
+        let text = match held {
+            0 => format!(
+                "queue {queue:?}: some hand-offs or acks did not succeed within {grace:?}; their jobs \
+                 stay unacked, and the broker delivers them again"
             ),
-        ))
+            held => format!(
+                "queue {queue:?}: {held} {} not settled within {grace:?}, as with a handler that blocks \
+                 its thread or an UnsettledJob that is kept; what is unacked when the channel closes is \
+                 delivered again",
+                if held == 1 { "job was" } else { "jobs were" }
+            ),
+        };
+        Err(Error::new(ErrorKind::Closed, text))
     }
 
     /// Settles a job. One that is to leave has yet to be set on its way.

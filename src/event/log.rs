@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::Event;
+use super::{Event, Postponed};
 use crate::{Finding, Severity};
 
 /// Says it once, at the level that it deserves.
@@ -50,6 +50,15 @@ pub(super) fn log(queue: &str, event: &Event) {
                 kind = kind.as_str(),
                 error,
                 "failed, comes back later"
+            );
+        }
+        Event::Postponed { job, delay, why: Postponed::Dropped, .. } => {
+            let (job_id, delay_ms) = (job.id(), millis(*delay));
+            tracing::warn!(
+                queue,
+                job_id,
+                delay_ms,
+                "dropped unsettled; not charged, comes back later"
             );
         }
         Event::Postponed { job, delay, due, why } => {

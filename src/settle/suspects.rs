@@ -1,11 +1,12 @@
 //! What is in hand, what of it goes back unrun, and which job may have ended another process.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{
-        AtomicBool, AtomicUsize,
-        Ordering::{Relaxed, SeqCst},
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering::Relaxed},
     },
+    time::Duration,
 };
 
 use futures_util::future::BoxFuture;
@@ -19,6 +20,9 @@ use crate::{
     pause::Pace,
     policy::{Interrupted, Suspects, Suspicion},
 };
+
+/// How often who waits for the last unacked delivery looks whether the broker took it back.
+const STALE_CHECK: Duration = Duration::from_millis(200);
 
 /// A delivery that has been looked at.
 #[derive(Debug)]
@@ -37,11 +41,17 @@ pub(super) struct Custody {
     marks: AtomicBool,
 }
 
-/// How many are without an answer so far.
+/// Those that are without an answer so far.
 #[derive(Debug, Default)]
 struct Hand {
-    deliveries: AtomicUsize,
+    deliveries: Mutex<Deliveries>,
     fewer: Notify,
+}
+
+#[derive(Debug, Default)]
+struct Deliveries {
+    last: u64,
+    by_number: HashMap<u64, Weak<InHand>>,
 }
 
 impl Hand {
@@ -49,31 +59,46 @@ impl Hand {
         loop {
             // Made before the look, it hears of each that goes after it.
             let fewer = self.fewer.notified();
-            if self.deliveries.load(SeqCst) <= most {
+            if self.lock().by_number.len() <= most {
                 return;
             }
             fewer.await;
         }
+    }
+
+    /// How many of them the broker has not taken back.
+    fn ours(&self) -> usize {
+        let all: Vec<_> = self.lock().by_number.values().filter_map(Weak::upgrade).collect();
+        all.iter().filter(|delivery| delivery.usable()).count()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Deliveries> {
+        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Counts a delivery as long as it lives.
 #[derive(Debug)]
 pub(super) struct InHand {
+    number: u64,
     tag: LapinTag,
     hand: Arc<Hand>,
 }
 
 impl InHand {
-    fn new(tag: LapinTag, hand: &Arc<Hand>) -> Self {
-        hand.deliveries.fetch_add(1, SeqCst);
-        Self { tag, hand: Arc::clone(hand) }
+    fn new(tag: LapinTag, hand: &Arc<Hand>) -> Arc<Self> {
+        let mut deliveries = hand.lock();
+        deliveries.last += 1;
+        let number = deliveries.last;
+        let this = Arc::new(Self { number, tag, hand: Arc::clone(hand) });
+        deliveries.by_number.insert(number, Arc::downgrade(&this));
+        this
     }
 }
 
 impl Drop for InHand {
     fn drop(&mut self) {
-        self.hand.deliveries.fetch_sub(1, SeqCst);
+        self.hand.lock().by_number.remove(&self.number);
         self.hand.fewer.notify_waiters();
     }
 }
@@ -111,7 +136,7 @@ impl Engine {
         Incoming { message, tag }: Incoming,
         acks: Option<&Arc<Acks>>,
     ) -> Arrived {
-        let in_hand = Arc::new(InHand::new(tag, &self.custody.in_hand));
+        let in_hand = InHand::new(tag, &self.custody.in_hand);
         let job = self.read(message);
         let tag: Arc<dyn Tag> = match acks {
             Some(acks) => acks.enter(in_hand, job.clone()),
@@ -144,6 +169,22 @@ impl Engine {
 
     pub(crate) fn suspects(&self) -> MutexGuard<'_, Suspects<Key>> {
         self.custody.suspects.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many deliveries are unacked, and still ours.
+    pub(super) fn unacked(&self) -> usize {
+        self.custody.in_hand.ours()
+    }
+
+    pub(super) async fn until_none_is_unacked(&self) {
+        loop {
+            let fewer = self.custody.in_hand.fewer.notified();
+            if self.unacked() == 0 {
+                return;
+            }
+            // Nobody reports that one became stale.
+            let _ = tokio::time::timeout(STALE_CHECK, fewer).await;
+        }
     }
 
     /// Waits until so few deliveries are without an answer.
