@@ -434,7 +434,9 @@ impl Run {
             ErrorKind::Connection,
             format!(
                 "the broker cancelled the consumer of {:?}: the queue was deleted, its leader \
-                 moved, or a handler outlasted the consumer timeout",
+                 moved, or a handler outlasted the consumer timeout; the broker's log says which. \
+                 For the last, shorten handler_timeout or raise the timeout, and name it with \
+                 Builder::consumer_timeout",
                 self.how.queue
             ),
         )

@@ -151,7 +151,8 @@ fn addresses<U: AsRef<str>>(urls: impl IntoIterator<Item = U>) -> Result<Vec<AMQ
     };
     if addresses.iter().any(|address| address.vhost != first.vhost) {
         return Err(Error::configuration(
-            "broker: the addresses name different vhosts; those of one cluster have the same",
+            "broker: the addresses name different vhosts; they are the nodes of one cluster, so give \
+             all of them the same vhost, and another vhost a Broker of its own",
         ));
     }
     // The broker takes no message whose user id is another's.
@@ -182,12 +183,15 @@ fn split(list: &str) -> Vec<&str> {
 fn parse(url: &str) -> Result<AMQPUri, Error> {
     if url.starts_with("http://") || url.starts_with("https://") {
         return Err(Error::configuration(
-            "broker: the address is no AMQP URL but an HTTP one; the broker's own begins with              amqp:// or amqps://, and that of its management API belongs into              Settings::management, in a file into management_env",
+            "broker: the address is no AMQP URL but an HTTP one; the broker's own begins with \
+             amqp:// or amqps://, and that of its management API belongs into \
+             Settings::management, in a file into management_env",
         ));
     }
     let mut address = AMQPUri::from_str(url).map_err(|_| {
         Error::configuration(
-            "broker: the address is no AMQP URL; write it like              amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"; several stand in \
+            "broker: the address is no AMQP URL; write it like \
+             amqp://user:password@host:5672/vhost, with %2f for the vhost \"/\"; several stand in \
              full, with commas between them",
         )
     })?;

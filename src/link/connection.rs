@@ -125,7 +125,12 @@ impl Shared {
     /// one does not.
     async fn open(&self, broker: &Broker, purpose: Purpose) -> Result<Arc<Session>, Error> {
         let ended = |why: &dyn Display| {
-            Error::new(ErrorKind::Connection, format!("connecting: no thread for it: {why}"))
+            Error::new(
+                ErrorKind::Connection,
+                format!(
+                    "connecting: no thread can be started for it ({why}); raise the process's limit of threads or memory"
+                ),
+            )
         };
         let (shared, broker, users) = (self.clone(), broker.clone(), Handle::current());
         let io = Io::get().map_err(|error| ended(&error))?;

@@ -208,6 +208,10 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
             // Who is late hears of it, however much else there is to do.
             biased;
             () = &mut look, if !waiting.is_empty() => {
+                // A runtime that was blocked reads late what was confirmed in time.
+                let mut answers = Vec::new();
+                take_all_ready(&mut in_flight, &mut answers);
+                report(answers, &mut waiting);
                 // Sent as an alarm began, they are answered when it is over. Until then there is no
                 // other way to publish.
                 let (now, blocked) = (Instant::now(), connection.blocked());
@@ -231,15 +235,20 @@ async fn carry(connection: ConnectionStatus, mut orders: mpsc::UnboundedReceiver
             Some(first) = in_flight.next() => {
                 let mut answers = vec![first];
                 take_all_ready(&mut in_flight, &mut answers);
-                let hear = |(pipe, answer): (Pipe, Answer)| pipe.hear(answer).then_some(pipe);
-                let heard: Vec<Pipe> = answers.into_iter().filter_map(hear).collect();
-                for (asked, landed) in heard.iter().flat_map(Pipe::judge) {
-                    // Nobody waits any more if it took too long.
-                    if let Some(mut tell) = waiting.take(asked.number) {
-                        tell.tell(confirmed(landed, &asked.queue));
-                    }
-                }
+                report(answers, &mut waiting);
             }
+        }
+    }
+}
+
+/// Reports what became of the copies, as far as these answers decide it.
+fn report(answers: Vec<(Pipe, Answer)>, waiting: &mut Waiting<Tell>) {
+    let hear = |(pipe, answer): (Pipe, Answer)| pipe.hear(answer).then_some(pipe);
+    let heard: Vec<Pipe> = answers.into_iter().filter_map(hear).collect();
+    for (asked, landed) in heard.iter().flat_map(Pipe::judge) {
+        // Nobody waits any more if it took too long.
+        if let Some(mut tell) = waiting.take(asked.number) {
+            tell.tell(confirmed(landed, &asked.queue));
         }
     }
 }

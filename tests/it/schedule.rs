@@ -204,6 +204,7 @@ fn check_the_story(headers: &Value) -> Vec<String> {
         "retry-original-exchange": "amq.topic",
         "retry-original-routing-key": "order.created",
         "buried-reason": "exhausted",
+        "buried-detail": "it failed 4 times, and its policy has 3 levels",
         "buried-by": "worker-1",
     });
     let mut rest = headers.as_object().unwrap().clone();
