@@ -287,6 +287,11 @@ impl Session {
         }
     }
 
+    /// So few that the number of a channel is soon used again.
+    pub(super) fn has_few_channels(&self) -> bool {
+        most_pipes(self.connection.configuration().channel_max()) < 100
+    }
+
     /// The right to declare or check a queue.
     pub(super) async fn declaring(&self) -> SemaphorePermit<'_> {
         self.declaring.acquire().await.expect("an open semaphore")

@@ -184,10 +184,14 @@ impl Link for LapinLink {
     fn is_stream<'a>(&'a self, queue: &'a str) -> BoxFuture<'a, Result<Option<bool>, Error>> {
         async move {
             let what = format!("looking at the type of queue {queue:?}");
+            let publishing = self.publishing().await?;
             // The refusal closes the channel. Where the broker allows few, lapin gives its number to the
             // next one too early, and the request there fails with the same refusal.
-            let own = Shared::default();
-            let session = own.session(&self.broker, Purpose::Declaring).await?;
+            let session = if publishing.has_few_channels() {
+                Shared::default().session(&self.broker, Purpose::Declaring).await?
+            } else {
+                publishing
+            };
             let asked = in_time(probe::is_stream(&session, queue), &what, &session).await?;
             asked.map_err(|error| refused(&error, &what))
         }
