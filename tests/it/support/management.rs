@@ -28,6 +28,8 @@ impl Management {
         let agent = Agent::config_builder()
             .http_status_as_error(false)
             .timeout_global(Some(Duration::from_secs(30)))
+            // One that a busy broker closes at the same moment would fail the request.
+            .max_idle_connections(0)
             .build()
             .into();
         Self {
