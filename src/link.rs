@@ -2,6 +2,7 @@
 
 mod broker;
 mod connection;
+mod consuming;
 mod dial;
 mod hints;
 mod io;
@@ -19,8 +20,9 @@ use tokio::time::Instant;
 pub use self::broker::Broker;
 pub(crate) use self::{
     connection::{timeout_named, unreadable},
+    consuming::{LapinTag, incoming},
     io::{BEAT, SILENT, watch_over},
-    lapin::{LapinLink, LapinTag, incoming},
+    lapin::LapinLink,
     lease::Lease,
 };
 use crate::{

@@ -20,7 +20,7 @@ use lapin::{
 pub(crate) use self::{
     copy::{Copier, TooLarge},
     header::cut,
-    limit::{Limit, span},
+    limit::span,
     story::{Failure, Story},
 };
 use crate::policy::Interrupted;

@@ -1,8 +1,10 @@
-//! Why a job is given up at some instant, for people.
+//! When a job is given up, and why, for people.
 
 use std::time::{Duration, SystemTime};
 
-use super::header::rfc3339;
+use lapin::BasicProperties;
+
+use super::{Story, header::rfc3339};
 
 /// What ends there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,6 +26,48 @@ impl Limit {
                 format!("its age limit of {} (max_age), reached at {}", span(age), rfc3339(at))
             }
         }
+    }
+}
+
+impl Story {
+    /// When the job is given up: at its own deadline, or at the end of its policy's maximum age,
+    /// whichever is earlier.
+    pub(crate) fn expires_at(
+        &self,
+        properties: &BasicProperties,
+        max_age: Option<Duration>,
+        now: SystemTime,
+    ) -> Option<(SystemTime, Limit)> {
+        let too_old = max_age
+            .and_then(|age| Some((self.born(properties, now).checked_add(age)?, Limit::Age(age))));
+        let deadline = self.end_of_life(properties, now).map(|at| (at, Limit::Deadline));
+        deadline.into_iter().chain(too_old).min_by_key(|(at, _)| *at)
+    }
+
+    /// The job's own deadline: what its headers say, or at first its lifetime.
+    pub(super) fn end_of_life(
+        &self,
+        properties: &BasicProperties,
+        now: SystemTime,
+    ) -> Option<SystemTime> {
+        if self.deadline.is_some() || !self.is_first() {
+            // The expiration of a copy of ours is a lane's.
+            return self.deadline;
+        }
+        let life = properties.expiration().as_ref()?.as_str().parse().ok()?;
+        self.born(properties, now).checked_add(Duration::from_millis(life))
+    }
+
+    /// When the job's life began: its timestamp if it has one that is not 0 nor in the future, else
+    /// its first failure. A job that was put back lives from its first failure after.
+    fn born(&self, properties: &BasicProperties, now: SystemTime) -> SystemTime {
+        let stamp = properties
+            .timestamp()
+            .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
+            // Many clients write 0 where none was set.
+            .filter(|stamp| *stamp > SystemTime::UNIX_EPOCH && *stamp <= now)
+            .filter(|_| self.exhumed_count == 0);
+        stamp.or(self.first_failed_at).unwrap_or(now)
     }
 }
 

@@ -8,12 +8,9 @@ use std::{
     time::{Duration, SystemTime},
 };
 
-use lapin::{
-    BasicProperties,
-    types::{AMQPValue, FieldArray, FieldTable},
-};
+use lapin::types::{AMQPValue, FieldArray, FieldTable};
 
-use super::{Limit, Message, death, header::*};
+use super::{Message, death, header::*};
 use crate::policy::{BuriedReason, FailureKind};
 
 /// How many attempts `retry-history` tells of.
@@ -321,45 +318,9 @@ impl Story {
         }
     }
 
-    /// When the job is given up: at its own deadline, or at the end of its policy's maximum age,
-    /// whichever is earlier.
-    pub(crate) fn expires_at(
-        &self,
-        properties: &BasicProperties,
-        max_age: Option<Duration>,
-        now: SystemTime,
-    ) -> Option<(SystemTime, Limit)> {
-        let too_old = max_age
-            .and_then(|age| Some((self.born(properties, now).checked_add(age)?, Limit::Age(age))));
-        let deadline = self.end_of_life(properties, now).map(|at| (at, Limit::Deadline));
-        deadline.into_iter().chain(too_old).min_by_key(|(at, _)| *at)
-    }
-
-    /// The job's own deadline: what its headers say, or at first its lifetime.
-    fn end_of_life(&self, properties: &BasicProperties, now: SystemTime) -> Option<SystemTime> {
-        if self.deadline.is_some() || !self.is_first() {
-            // The expiration of a copy of ours is a lane's.
-            return self.deadline;
-        }
-        let life = properties.expiration().as_ref()?.as_str().parse().ok()?;
-        self.born(properties, now).checked_add(Duration::from_millis(life))
-    }
-
     /// Whether nothing was remembered of the job yet: it comes from its publisher.
     pub(crate) fn is_first(&self) -> bool {
         self.original_exchange.is_none()
-    }
-
-    /// When the job's life began: its timestamp if it has one that is not 0 nor in the future, else
-    /// its first failure. A job that was put back lives from its first failure after.
-    fn born(&self, properties: &BasicProperties, now: SystemTime) -> SystemTime {
-        let stamp = properties
-            .timestamp()
-            .and_then(|s| SystemTime::UNIX_EPOCH.checked_add(Duration::from_secs(s)))
-            // Many clients write 0 where none was set.
-            .filter(|stamp| *stamp > SystemTime::UNIX_EPOCH && *stamp <= now)
-            .filter(|_| self.exhumed_count == 0);
-        stamp.or(self.first_failed_at).unwrap_or(now)
     }
 
     /// Goes on to a lane, which gives it back then.

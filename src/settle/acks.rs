@@ -182,7 +182,11 @@ struct Entered {
 
 impl Drop for Entered {
     fn drop(&mut self) {
-        self.acks.held().remove(&self.tag.number());
+        let (mut held, number) = (self.acks.held(), self.tag.number());
+        // On a channel that lapin recovered the number may be another delivery's by now.
+        if held.get(&number).is_some_and(|entered| std::ptr::eq(entered.as_ptr(), self)) {
+            held.remove(&number);
+        }
     }
 }
 

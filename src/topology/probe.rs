@@ -7,8 +7,6 @@ use crate::{Error, ErrorKind, Finding, Severity, link::Link};
 pub(crate) async fn probe(link: &dyn Link, topology: &Topology) -> Result<Vec<Finding>, Error> {
     let queue = topology.work_queue();
     let explain = |error| about_permissions(error, queue);
-    let there = link.check(queue).await;
-    there.map_err(|error| explain(about_the_work_queue(error, topology)))?;
     let unchecked = |problem: &str, remedy: &str| Finding {
         severity: Severity::Unchecked,
         queue: queue.to_owned(),
@@ -16,7 +14,8 @@ pub(crate) async fn probe(link: &dyn Link, topology: &Topology) -> Result<Vec<Fi
         remedy: remedy.to_owned(),
     };
     let mut findings = Vec::new();
-    match link.is_stream(queue).await.map_err(explain)? {
+    let is_stream = link.is_stream(queue).await;
+    match is_stream.map_err(|error| explain(about_the_work_queue(error, topology)))? {
         Some(false) => {}
         Some(true) => {
             return Err(Error::new(
