@@ -39,6 +39,19 @@ fn consumer(shop: &Workshop, user: &User, concurrency: usize) -> Builder {
     RetryConsumer::builder(user.url(), WORK).settings(settings).concurrency(concurrency)
 }
 
+/// A worker that may not publish, and has requeued its only job before half the consumer timeout.
+async fn whose_job_is_requeued() -> (Workshop, User, Handle) {
+    let shop = Workshop::in_an_outage().await;
+    let user = worker(&shop);
+    let consumer = consumer(&shop, &user, 20);
+    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
+    let handle = start(&shop, consumer).await;
+    refuse(&user);
+    shop.jobs(1).await;
+    eventually("the job is requeued", PATIENCE, async || given_back(&shop) > 0).await;
+    (shop, user, handle)
+}
+
 /// Every job fails once.
 async fn start(shop: &Workshop, consumer: Builder) -> Handle {
     let journal = shop.journal.clone();
@@ -103,14 +116,7 @@ async fn a_hand_off_that_fails_for_long_pauses_the_consumer_and_is_tried_at_each
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_job_is_given_back_before_half_the_consumer_timeout_and_handed_off_without_another_run() {
-    let shop = Workshop::in_an_outage().await;
-    let user = worker(&shop);
-    let consumer = consumer(&shop, &user, 20);
-    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
-    let handle = start(&shop, consumer).await;
-    refuse(&user);
-    shop.jobs(1).await;
-    eventually("the job is given back", PATIENCE, async || given_back(&shop) > 0).await;
+    let (shop, user, handle) = whose_job_is_requeued().await;
     shop.holds(WORK, 1).await;
     let held = shop.journal.attempts()[0].started.elapsed();
     assert!(held >= ms(2500), "{held:?}");
@@ -282,14 +288,7 @@ async fn a_job_that_is_owed_its_hand_off_is_not_fetched_while_its_queue_is_missi
 /// Whatever became of the job that was requeued: here somebody else took it, and its lane is gone.
 #[tokio::test(flavor = "multi_thread")]
 async fn after_a_reload_in_an_outage_a_later_outage_ends() {
-    let shop = Workshop::in_an_outage().await;
-    let user = worker(&shop);
-    let consumer = consumer(&shop, &user, 20);
-    let consumer = consumer.handler_timeout(ms(1000)).consumer_timeout(ms(5000));
-    let handle = start(&shop, consumer).await;
-    refuse(&user);
-    shop.jobs(1).await;
-    eventually("the job is requeued", PATIENCE, async || given_back(&shop) > 0).await;
+    let (shop, user, handle) = whose_job_is_requeued().await;
     eventually("it is taken", PATIENCE, async || !shop.take_all().await.is_empty()).await;
     user.allow(".*", ".*", ".*");
     handle.reload(RetryPolicy::new([2]).jitter(Jitter::None)).await.unwrap();

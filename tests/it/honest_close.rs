@@ -4,19 +4,39 @@
 use crate::support::{
     PATIENCE, Scene, WORK, connect, consume, count, eventually, next_job, quick, within,
 };
-use lapin_retry::{ErrorKind, Job, Retry, RetryConsumer};
+use lapin::{Channel, Connection, Consumer};
+use lapin_retry::{ErrorKind, Job, Retry, RetryConsumer, UnsettledJob};
 use std::{sync::mpsc, time::Duration};
 use tokio::time::Instant;
 
+/// A loop of the user's own that has taken its only job.
+struct UserWithAJob {
+    scene: Scene,
+    retry: Retry,
+    connection: Connection,
+    channel: Channel,
+    /// Dropped, it would be cancelled.
+    consumer: Consumer,
+    job: UnsettledJob,
+}
+
+impl UserWithAJob {
+    async fn start() -> Self {
+        let scene = Scene::new().await;
+        scene.fill(1).await;
+        let retry = Retry::attach(scene.url(), WORK, scene.settings()).await.unwrap();
+        let connection = connect(&scene.url()).await;
+        let channel = connection.create_channel().await.unwrap();
+        let mut consumer = consume(&channel, WORK, 1).await;
+        let job = next_job(&retry, &mut consumer).await;
+        Self { scene, retry, connection, channel, consumer, job }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn close_waits_for_a_job_that_is_not_settled_yet() {
-    let scene = Scene::new().await;
-    scene.fill(1).await;
-    let retry = Retry::attach(scene.url(), WORK, scene.settings()).await.unwrap();
-    let connection = connect(&scene.url()).await;
-    let channel = connection.create_channel().await.unwrap();
-    let mut consumer = consume(&channel, WORK, 1).await;
-    let job = next_job(&retry, &mut consumer).await;
+    let UserWithAJob { scene, retry, connection, channel: _channel, consumer: _consumer, job } =
+        UserWithAJob::start().await;
     let settling = tokio::spawn(async move {
         // Longer than a close that waits for nothing takes.
         tokio::time::sleep(Duration::from_secs(3)).await;
@@ -31,13 +51,8 @@ async fn close_waits_for_a_job_that_is_not_settled_yet() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn close_does_not_wait_for_a_job_that_the_broker_has_again() {
-    let scene = Scene::new().await;
-    scene.fill(1).await;
-    let retry = Retry::attach(scene.url(), WORK, scene.settings()).await.unwrap();
-    let connection = connect(&scene.url()).await;
-    let channel = connection.create_channel().await.unwrap();
-    let mut consumer = consume(&channel, WORK, 1).await;
-    let job = next_job(&retry, &mut consumer).await;
+    let UserWithAJob { scene, retry, connection: _connection, channel, consumer: _consumer, job } =
+        UserWithAJob::start().await;
     channel.close(200, "lost".into()).await.unwrap();
     within("the close", retry.close()).await.unwrap();
     assert_eq!(job.id(), "0000");

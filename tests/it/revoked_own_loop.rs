@@ -30,6 +30,15 @@ impl Loop {
         Self { scene, proxy, retry, channel, _connection: connection }
     }
 
+    /// Ten jobs are prefetched, and one of them is given out.
+    async fn one_of_ten(&self) -> (Jobs, UnsettledJob) {
+        let mut jobs = self.jobs().await;
+        self.scene.fill(10).await;
+        let job = next(&mut jobs).await;
+        self.scene.unacked(10).await;
+        (jobs, job)
+    }
+
     async fn jobs(&self) -> Jobs {
         self.retry.jobs(consume(&self.channel, WORK, 10).await)
     }
@@ -139,10 +148,7 @@ async fn a_deleted_queue_ends_the_loop_with_an_error() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_cancel_of_our_own_requeues_what_was_not_given_out() {
     let user = Loop::start().await;
-    let mut jobs = user.jobs().await;
-    user.scene.fill(10).await;
-    let job = next(&mut jobs).await;
-    user.scene.unacked(10).await;
+    let (mut jobs, job) = user.one_of_ten().await;
     within("the cancel", jobs.cancel()).await;
     assert!(within("the end", jobs.next()).await.is_none());
     user.scene.holds(WORK, 9).await;
@@ -157,10 +163,7 @@ async fn a_cancel_of_our_own_requeues_what_was_not_given_out() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_dropped_stream_requeues_what_was_not_given_out() {
     let user = Loop::start().await;
-    let mut jobs = user.jobs().await;
-    user.scene.fill(10).await;
-    let job = next(&mut jobs).await;
-    user.scene.unacked(10).await;
+    let (jobs, job) = user.one_of_ten().await;
     drop(jobs);
     user.scene.holds(WORK, 9).await;
     assert_eq!(settled(job, Ok(())).await, Settled::Acked);
