@@ -42,7 +42,6 @@ pub struct Settings {
     /// How long a job is held while its hand-off fails: half the broker's consumer timeout.
     pub(crate) hold: Duration,
     /// How long a job may stay unacked while all goes well.
-    #[cfg_attr(not(feature = "doctor"), expect(dead_code, reason = "for the doctor"))]
     pub(crate) held: Duration,
     pub(crate) doctor: Doctor,
     /// May hold a password.
